@@ -1,1 +1,1 @@
-
+"""Attention backends for the hybrid KDA / MLA models."""

@@ -1,0 +1,88 @@
+"""What both backends need to know about a batch, built once per forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+# A checkpoint sits on a multiple of this many tokens after the start of its prefill chunk, whatever the
+# kernel: SGLang's scheduler computes the depth it records with the same number (mamba_chunk_size).
+STATE_CHUNK = 64
+
+NO_TRACK = -1
+
+
+@dataclass(frozen=True)
+class BatchMetadata:
+    """One batch of N requests and T tokens; all tensors int64 unless said.
+
+    decode: each request has exactly one token. rows [N]: the request's row in req_to_token.
+    cu_seqlens [N+1]: token ranges; tokens past the last one are padding. prefix_lens [N]: tokens already
+    in the caches. slots [N]: KDA state slot, -1 for none. fresh [N] bool: the state starts from zero.
+    track_offsets, track_slots [N] (extend): copy the state after that many tokens of this call to that
+    slot; NO_TRACK for none. copy_from, copy_to [M] (decode): slots to copy after the step.
+    """
+
+    decode: bool
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    prefix_lens: torch.Tensor
+    slots: torch.Tensor
+    fresh: torch.Tensor
+    track_offsets: torch.Tensor
+    track_slots: torch.Tensor
+    copy_from: torch.Tensor
+    copy_to: torch.Tensor
+
+    @staticmethod
+    def build(batch: ForwardBatch, pool: HybridReqToTokenPool) -> BatchMetadata:
+        """Raises ValueError for a forward mode the KDA backend cannot run."""
+        mode = batch.logical_forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend_v2():
+            raise ValueError(f"forward mode {mode} needs the speculative worker, which is not installed")
+        decode = mode.is_decode_or_idle()
+        rows = batch.req_pool_indices.to(torch.int64)
+        count = rows.shape[0]
+        slots = pool.translate_mamba_indices(pool.get_mamba_indices(rows)).to(torch.int64)
+        if decode:
+            # A decode batch's seq_lens already count the token it is about to compute.
+            prefix_lens = batch.seq_lens.to(torch.int64) - 1
+            cu_seqlens = torch.arange(count + 1, dtype=torch.int64)
+        else:
+            prefix_lens = batch.extend_prefix_lens.to(torch.int64)
+            cu_seqlens = torch.zeros(count + 1, dtype=torch.int64)
+            torch.cumsum(batch.extend_seq_lens.to(torch.int64), 0, out=cu_seqlens[1:])
+
+        untracked = torch.full((count,), NO_TRACK, dtype=torch.int64)
+        track_offsets, track_slots = untracked, untracked
+        copy_from = copy_to = slots[:0]
+        mask = batch.mamba_track_mask
+        if mask is not None and batch.mamba_track_indices is not None and count:
+            targets = pool.translate_mamba_indices(batch.mamba_track_indices).to(torch.int64)
+            wanted = mask & (targets >= 0)
+            if decode:
+                copy_from, copy_to = slots[wanted], targets[wanted]
+            elif batch.mamba_track_seqlens is not None:
+                covered = batch.mamba_track_seqlens.to(torch.int64) - prefix_lens
+                offsets = covered.div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK
+                track_offsets = torch.where(wanted, offsets, untracked)
+                track_slots = torch.where(wanted, targets, untracked)
+        return BatchMetadata(
+            decode=decode,
+            rows=rows,
+            cu_seqlens=cu_seqlens,
+            prefix_lens=prefix_lens,
+            slots=slots,
+            # A state is only there to start from when some of the prompt was computed or restored before.
+            fresh=prefix_lens <= 0,
+            track_offsets=track_offsets,
+            track_slots=track_slots,
+            copy_from=copy_from,
+            copy_to=copy_to,
+        )
