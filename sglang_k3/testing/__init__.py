@@ -1,0 +1,1 @@
+"""What tests, demos and benchmarks need and a server does not."""
