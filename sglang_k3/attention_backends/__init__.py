@@ -1,1 +1,3 @@
 """Attention backends for the hybrid KDA / MLA models."""
+
+NAME = "k3_cpu"

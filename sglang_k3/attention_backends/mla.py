@@ -9,7 +9,6 @@ from sglang.srt.runtime_context import get_exec
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
 
-NAME = "k3_cpu"
 
 
 class K3MLABackend(AttentionBackend):

@@ -36,7 +36,7 @@ VOCABULARY = 512
 _BOS = SPECIAL_TOKENS.index("[BOS]") + 256
 _EOS = SPECIAL_TOKENS.index("<|end_of_msg|>") + 256
 _PAD = SPECIAL_TOKENS.index("[PAD]") + 256
-_TOKEN_IDS = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+TOKEN_IDS = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_RMS = math.sqrt(sum(value**2 for value in _E2M1) / len(_E2M1))
@@ -76,7 +76,7 @@ def make(
         from sglang_k3.testing import transformers_checkpoint
 
         transformers_checkpoint.write(preset, path, dtype, seed, overrides)
-    _write_json(path / "generation_config.json", {**_TOKEN_IDS, "do_sample": False})
+    _write_json(path / "generation_config.json", {**TOKEN_IDS, "do_sample": False})
     save_tokenizer(path, VOCABULARY)
     return path
 
@@ -132,7 +132,7 @@ def k3_config(dtype: str, experts: Experts, overrides: Mapping[str, Any]) -> dic
             "use_full_rank_gate": True,
             "gate_lower_bound": -5.0,
         },
-        **_TOKEN_IDS,
+        **TOKEN_IDS,
         **overrides,
     }
     if experts == "mxfp4":
@@ -144,7 +144,7 @@ def k3_config(dtype: str, experts: Experts, overrides: Mapping[str, Any]) -> dic
         "language_model_only": True,
         "media_placeholder_token_id": SPECIAL_TOKENS.index("<|media_pad|>") + 256,
         "tie_word_embeddings": False,
-        **_TOKEN_IDS,
+        **TOKEN_IDS,
         "text_config": text,
     }
 
@@ -192,7 +192,7 @@ def kimi_linear_config(dtype: str, overrides: Mapping[str, Any]) -> dict[str, An
             "head_dim": 64,
             "short_conv_kernel_size": 4,
         },
-        **_TOKEN_IDS,
+        **TOKEN_IDS,
         **overrides,
     }
 
@@ -205,9 +205,17 @@ def random_tensors(config: K3Config, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def fan_in_normal(shape: tuple[int, ...], gain: float, generator: torch.Generator) -> torch.Tensor:
-    """A matrix [out, in] that maps inputs of RMS 1 to outputs of RMS `gain`, fp32."""
-    return torch.randn(shape, generator=generator) * (gain / math.sqrt(shape[-1]))
+def draw_by_name(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Embedding, norm weight or projection of any model, fp32, told by its name.
+
+    A projection maps inputs of RMS 1 to outputs of the RMS that `_GAINS` gives for its name.
+    """
+    normal = torch.randn(shape, generator=tensor_generator(name, seed))
+    if name.endswith("embed_tokens.weight"):
+        return normal
+    if name.rpartition(".weight")[0].endswith("norm"):
+        return 1.0 + 0.2 * normal
+    return normal * (_gain(name) / math.sqrt(shape[-1]))
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
@@ -248,7 +256,6 @@ def _draw(spec: CheckpointTensor, config: K3Config, seed: int) -> torch.Tensor:
 
     bounded = config.kda.gate_lower_bound is not None
     special: dict[str, Callable[[], torch.Tensor]] = {
-        "embed_tokens.weight": lambda: torch.randn(spec.shape, generator=generator),
         "e_score_correction_bias": lambda: 0.1 * torch.randn(spec.shape, generator=generator),
         "A_log": lambda: uniform(-0.4, 0.4) if bounded else uniform(-0.5, 1.4),
         # A log decay of about -0.002 to -3 a token before the token has its say.
@@ -258,9 +265,7 @@ def _draw(spec: CheckpointTensor, config: K3Config, seed: int) -> torch.Tensor:
     for ending, draw in special.items():
         if spec.name.endswith(ending):
             return draw()
-    if "norm" in spec.name.rpartition(".weight")[0].rpartition(".")[2]:
-        return 1.0 + 0.2 * torch.randn(spec.shape, generator=generator)
-    return fan_in_normal(spec.shape, _gain(spec.name), generator)
+    return draw_by_name(spec.name.removeprefix(config.name_prefix), spec.shape, seed)
 
 
 def _convolution(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -1,1 +1,86 @@
-"""CPU implementations; the reference serves until they land."""
+"""Gated activations on a CPU, written out in fp32 arithmetic.
+
+torch's tanh and sigmoid give other bits in a vector's tail than in its body, so an element's result
+would depend on where its row starts. These give the same bits wherever the element stands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from sglang_k3.kernels import registry
+from sglang_k3.kernels.registry import Call
+from sglang_k3.kernels.row_math import exp, float_rows, sigmoid, use_torch_threads
+
+_ONE = np.float32(1)
+_TWO = np.float32(2)
+# Below this |x| tanh is x plus x^3 times a polynomial in x^2 (minimax on the interval, highest power
+# first): 1 - 2 / (e^2x + 1) would cancel there.
+_TANH_SMALL = np.float32(0.625)
+_TANH_4 = np.float32(-5.70498872745e-3)
+_TANH_3 = np.float32(2.06390887954e-2)
+_TANH_2 = np.float32(-5.37397155531e-2)
+_TANH_1 = np.float32(1.33314422036e-1)
+_TANH_0 = np.float32(-3.33332819422e-1)
+
+
+def _not_fp64(call: Call) -> str | None:
+    return "computes in float32" if call.dtype == torch.float64 else None
+
+
+@registry.register("activation.gated", "numba", preference=10, exact=True, supports=_not_fp64)
+def gated(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
+    """gate_up [T, 2I] = [gate | up] -> [T, I] in its dtype; the formulas of the reference, in fp32."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.float32)
+    use_torch_threads()
+    rows = float_rows(gate_up)
+    if beta is None:
+        _silu(rows, out.numpy())
+    elif linear_beta is None:
+        _situ(rows, np.float32(beta), out.numpy())
+    else:
+        _situ_clipped(rows, np.float32(beta), np.float32(linear_beta), out.numpy())
+    return out.to(gate_up.dtype)
+
+
+@njit(cache=True, nogil=True)
+def tanh(x: np.float32) -> np.float32:
+    """tanh in fp32 within 2 units in the last place."""
+    size = abs(x)
+    square = x * x
+    series = (((_TANH_4 * square + _TANH_3) * square + _TANH_2) * square + _TANH_1) * square + _TANH_0
+    small = x + x * square * series
+    large = _ONE - _TWO / (exp(size + size) + _ONE)
+    if x < 0:
+        large = -large
+    return small if size < _TANH_SMALL else large
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _silu(gate_up: np.ndarray, out: np.ndarray) -> None:
+    width = out.shape[1]
+    for t in prange(out.shape[0]):
+        for i in range(width):
+            gate = gate_up[t, i]
+            out[t, i] = gate * sigmoid(gate) * gate_up[t, width + i]
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _situ(gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
+    width = out.shape[1]
+    for t in prange(out.shape[0]):
+        for i in range(width):
+            gate = gate_up[t, i]
+            out[t, i] = beta * tanh(gate / beta) * sigmoid(gate) * gate_up[t, width + i]
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _situ_clipped(gate_up: np.ndarray, beta: np.float32, linear_beta: np.float32, out: np.ndarray) -> None:
+    width = out.shape[1]
+    for t in prange(out.shape[0]):
+        for i in range(width):
+            gate = gate_up[t, i]
+            up = linear_beta * tanh(gate_up[t, width + i] / linear_beta)
+            out[t, i] = beta * tanh(gate / beta) * sigmoid(gate) * up

@@ -1,1 +1,159 @@
-"""CPU implementations; the reference serves until they land."""
+"""Routed experts on a CPU: the tokens of one expert at a time, only experts that have any.
+
+The exact forms put each expert's rows through the exact linear map, whose rows do not depend on how many
+there are, and add a token's experts in ascending id order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_k3.kernels import registry
+from sglang_k3.kernels.activation.cpu import gated
+from sglang_k3.kernels.linear.cpu import linear, linear_row_blocks
+from sglang_k3.kernels.moe import cpu_router  # noqa: F401  (registers moe.route)
+from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
+from sglang_k3.kernels.registry import Call
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _not_fp64(call: Call) -> str | None:
+    return "its activation computes in float32" if call.dtype == torch.float64 else None
+
+
+def _fp32_only(call: Call) -> str | None:
+    return None if call.dtype == torch.float32 else f"fixed row blocks are float32, not {call.dtype}"
+
+
+@registry.register("moe.experts", "by_expert", preference=10, supports=_not_fp64)
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Arguments and result as the reference; products and activation in x's dtype, the sum in fp32."""
+    return _experts(linear, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
+
+
+@registry.register("moe.experts", "row_blocks", preference=5, exact=True, supports=_fp32_only)
+def experts_row_blocks(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Arguments and result as the reference, all fp32."""
+    return _experts(linear_row_blocks, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
+
+
+@registry.register("moe.experts_mxfp4", "by_expert", preference=10, supports=_not_fp64)
+def experts_mxfp4(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_packed: torch.Tensor,
+    w2_scale: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Arguments and result as the reference; a touched expert is unpacked to x's dtype, used, dropped."""
+    packed = (w13_packed, w13_scale, w2_packed, w2_scale)
+    return _experts_mxfp4(linear, x, ids, weights, packed, beta, linear_beta, first_expert)
+
+
+@registry.register("moe.experts_mxfp4", "row_blocks", preference=5, exact=True, supports=_fp32_only)
+def experts_mxfp4_row_blocks(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_packed: torch.Tensor,
+    w2_scale: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Arguments and result as the reference, x and the unpacked weights fp32."""
+    packed = (w13_packed, w13_scale, w2_packed, w2_scale)
+    return _experts_mxfp4(linear_row_blocks, x, ids, weights, packed, beta, linear_beta, first_expert)
+
+
+def _experts(
+    linear: Linear,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int,
+) -> torch.Tensor:
+    local = ids - first_expert
+    return _sum(linear, x, local, weights, w13.shape[0], lambda e: (w13[e], w2[e]), beta, linear_beta)
+
+
+def _experts_mxfp4(
+    linear: Linear,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int,
+) -> torch.Tensor:
+    w13, w13_scale, w2, w2_scale = packed
+
+    def unpack(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            dequantize_mxfp4(w13[expert], w13_scale[expert], x.dtype),
+            dequantize_mxfp4(w2[expert], w2_scale[expert], x.dtype),
+        )
+
+    return _sum(linear, x, ids - first_expert, weights, w13.shape[0], unpack, beta, linear_beta)
+
+
+def _sum(
+    linear: Linear,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    expert_weights: ExpertWeights,
+    beta: float | None,
+    linear_beta: float | None,
+) -> torch.Tensor:
+    """Sum over the experts 0 .. experts - 1 found in ids [T, k]; other ids add nothing."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    chosen, order = torch.sort(ids.flatten(), stable=True)
+    tokens = order // max(ids.shape[1], 1)
+    shares = weights.flatten()[order].float()
+    found, counts = torch.unique_consecutive(chosen, return_counts=True)
+    end = 0
+    for expert, count in zip(found.tolist(), counts.tolist(), strict=True):
+        start, end = end, end + count
+        if not 0 <= expert < experts:
+            continue
+        rows = tokens[start:end]
+        w13, w2 = expert_weights(expert)
+        out = linear(gated(linear(x[rows], w13), beta, linear_beta), w2)
+        total.index_add_(0, rows, out.float() * shares[start:end].unsqueeze(1))
+    return total.to(x.dtype)

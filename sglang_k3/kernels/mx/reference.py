@@ -9,6 +9,7 @@ depend on the batch: the oracles are exact forms too.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -20,7 +21,7 @@ E8M0 = (*(math.ldexp(1.0, byte - 127) for byte in range(255)), math.nan)
 
 # A value above a midpoint takes the upper code; a midpoint itself goes to the code with an even
 # mantissa, so for every second midpoint "above" includes it.
-_MIDPOINTS = tuple((low + high) / 2 for low, high in zip(E2M1, E2M1[1:], strict=False))
+_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1))
 
 
 @registry.register("mx.quantize_mxfp4", "reference", preference=0, exact=True, device="any")
@@ -91,5 +92,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     """[R, C] -> fp32 [R, C/32, 32]. Raises ValueError where C is not a multiple of 32."""
     if x.dim() != 2 or x.shape[1] % BLOCK:
-        raise ValueError(f"an MX matrix needs two axes and columns in blocks of {BLOCK}, not {tuple(x.shape)}")
+        raise ValueError(
+            f"an MX matrix needs two axes and columns in blocks of {BLOCK}, not {tuple(x.shape)}"
+        )
     return x.float().unflatten(1, (x.shape[1] // BLOCK, BLOCK))

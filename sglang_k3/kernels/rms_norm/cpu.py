@@ -1,1 +1,34 @@
-"""CPU implementations; the reference serves until they land."""
+"""RMSNorm on a CPU: one row at a time, sums in a fixed order, so it serves the exact mode too."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from sglang_k3.kernels import registry
+from sglang_k3.kernels.registry import Call
+from sglang_k3.kernels.row_math import dot, float_rows, use_torch_threads
+
+
+def _not_fp64(call: Call) -> str | None:
+    return "computes in float32" if call.dtype == torch.float64 else None
+
+
+@registry.register("rms_norm", "numba_rows", preference=10, exact=True, supports=_not_fp64)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, D], weight [D] -> [T, D] in x's dtype: x / sqrt(mean(x^2) + eps), rounded, times weight."""
+    normed = torch.empty(x.shape, dtype=torch.float32)
+    use_torch_threads()
+    _normalise(float_rows(x), np.float32(eps), normed.numpy())
+    return (normed.to(x.dtype) * weight).to(x.dtype)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _normalise(x: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
+    width = x.shape[1]
+    for t in prange(x.shape[0]):
+        row = x[t]
+        inverse = np.float32(1) / np.sqrt(dot(row, row) / np.float32(width) + eps)
+        for d in range(width):
+            out[t, d] = row[d] * inverse

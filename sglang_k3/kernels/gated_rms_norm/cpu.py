@@ -1,0 +1,50 @@
+"""gated_rms_norm on a CPU: numba, one head row at a time, exact."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from sglang_k3.kernels.registry import Call, register
+from sglang_k3.kernels.row_math import dot, float_rows, sigmoid, use_torch_threads
+
+_ONE = np.float32(1)
+
+
+def _refusal(call: Call) -> str | None:
+    if call.dtype in (torch.float32, torch.bfloat16):
+        return None
+    return f"computes float32 and bfloat16, not {call.dtype}"
+
+
+@njit(cache=True, nogil=True)
+def _head(o, gate, weight, eps, y) -> None:
+    """One row [V] of each argument."""
+    factor = _ONE / math.sqrt(dot(o, o) / np.float32(o.shape[0]) + eps)
+    for i in range(o.shape[0]):
+        y[i] = o[i] * factor * weight[i] * sigmoid(gate[i])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _heads(o, gate, weight, eps, y) -> None:
+    for row in prange(o.shape[0]):
+        _head(o[row], gate[row], weight, eps, y[row])
+
+
+@register("gated_rms_norm", "numba", preference=10, exact=True, supports=_refusal)
+def gated_rms_norm(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.gated_rms_norm`."""
+    rows = (o.shape[0] * o.shape[1], o.shape[2])
+    y = torch.empty(gate.shape, dtype=torch.float32)
+    use_torch_threads()
+    _heads(
+        float_rows(o).reshape(rows),
+        float_rows(gate).reshape(rows),
+        float_rows(weight),
+        np.float32(eps),
+        y.numpy().reshape(rows),
+    )
+    return y.to(gate.dtype)

@@ -1,0 +1,151 @@
+"""short_conv on a CPU: numba over blocks of channels. One kernel serves both phases, so it is exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from sglang_k3.kernels.registry import Call, register
+from sglang_k3.kernels.row_math import array_of, float_rows, narrow, sigmoid, use_torch_threads, widen
+
+_BLOCK = 1024  # channels a thread takes at a time, so that one block's rows and taps stay in L1
+_ZERO = np.float32(0)
+
+
+def _refusal(call: Call) -> str | None:
+    if call.dtype in (torch.float32, torch.bfloat16):
+        return None
+    return f"computes float32 and bfloat16, not {call.dtype}"
+
+
+@njit(cache=True, nogil=True)
+def _add_tap(tap, row, y) -> None:
+    for c in range(y.shape[0]):
+        y[c] += tap[c] * row[c]
+
+
+@njit(cache=True, nogil=True)
+def _token(x, history, taps, begin, token, first, y) -> None:
+    """y [B] = SiLU(sum over taps, oldest row first), for the B channels from `first`.
+
+    x [T, C] fp32; history [W - 1, B] fp32, the rows before `begin`; taps [W, C].
+    """
+    last = first + y.shape[0]
+    y[:] = _ZERO
+    for tap in range(taps.shape[0]):
+        row = token - (taps.shape[0] - 1) + tap
+        if row >= begin:
+            _add_tap(taps[tap, first:last], x[row, first:last], y)
+        else:
+            _add_tap(taps[tap, first:last], history[row - begin + history.shape[0]], y)
+    for c in range(y.shape[0]):
+        y[c] *= sigmoid(y[c])
+
+
+@njit(cache=True, nogil=True)
+def _keep_window(x, history, begin, count, first, window) -> None:
+    """window [W - 1, C] = the last W - 1 rows of (history, then x[begin : begin + count]), for one block."""
+    rows = history.shape[0]
+    last = first + history.shape[1]
+    for j in range(rows):
+        row = count - rows + j
+        if row >= 0:
+            narrow(x[begin + row, first:last], window[j, first:last])
+        else:
+            narrow(history[row + rows], window[j, first:last])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _convolve(x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, y) -> None:
+    channels = x.shape[1]
+    for block in prange((channels + _BLOCK - 1) // _BLOCK):
+        first = block * _BLOCK
+        last = min(first + _BLOCK, channels)
+        history = np.empty((taps.shape[0] - 1, last - first), np.float32)
+        for n in range(slots.shape[0]):
+            if slots[n] < 0:
+                continue
+            begin, end = cu_seqlens[n], cu_seqlens[n + 1]
+            window = window_pool[slots[n]]
+            for j in range(history.shape[0]):
+                if fresh[n]:
+                    history[j, :] = _ZERO
+                else:
+                    widen(window[j, first:last], history[j])
+            for token in range(begin, end):
+                _token(x, history, taps, begin, token, first, y[token, first:last])
+            if track_offsets[n] >= 0 and track_slots[n] >= 0:
+                _keep_window(x, history, begin, track_offsets[n], first, window_pool[track_slots[n]])
+            _keep_window(x, history, begin, end - begin, first, window)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: np.ndarray,
+    fresh: np.ndarray,
+    track_offsets: np.ndarray,
+    track_slots: np.ndarray,
+) -> torch.Tensor:
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    # A weight stored as [W, C] and passed transposed costs no copy here.
+    taps = float_rows(weight.t())
+    use_torch_threads()
+    _convolve(
+        float_rows(x),
+        taps,
+        array_of(window_pool),
+        slots.numpy(),
+        cu_seqlens,
+        fresh,
+        track_offsets,
+        track_slots,
+        y.numpy(),
+    )
+    return y.to(x.dtype)
+
+
+@register("short_conv.extend", "numba", preference=10, exact=True, supports=_refusal)
+def extend(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    fresh: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> torch.Tensor:
+    """See `reference.extend`. x and window_pool are fp32 or bf16."""
+    return _run(
+        x,
+        weight,
+        window_pool,
+        slots,
+        cu_seqlens.numpy(),
+        fresh.numpy(),
+        track_offsets.numpy(),
+        track_slots.numpy(),
+    )
+
+
+@register("short_conv.decode", "numba", preference=10, exact=True, supports=_refusal)
+def decode(
+    x: torch.Tensor, weight: torch.Tensor, window_pool: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """See `reference.decode`."""
+    requests = slots.shape[0]
+    untracked = np.full(requests, -1)
+    return _run(
+        x,
+        weight,
+        window_pool,
+        slots,
+        np.arange(requests + 1),
+        np.zeros(requests, np.bool_),
+        untracked,
+        untracked,
+    )

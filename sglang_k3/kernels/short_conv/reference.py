@@ -1,0 +1,74 @@
+"""Causal depthwise convolution over the last W tokens, then SiLU: the oracle, one request at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sglang_k3.kernels.registry import register
+
+
+@register("short_conv.extend", "reference", preference=0, device="any")
+def extend(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    fresh: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> torch.Tensor:
+    """y_t = SiLU(sum_j weight[:, j] * x_{t - (W - 1) + j}); the last tap is the current token.
+
+    Args:
+        x: [T, C], the tokens of all requests one after another; rows from cu_seqlens[-1] on are padding.
+        weight: [C, W] fp32.
+        window_pool: [S, W - 1, C], the rows before a request's first token, oldest first; updated in place.
+        slots: [N] int64; -1 reads and writes nothing and its outputs are zero.
+        cu_seqlens: [N + 1] int64 token offsets.
+        fresh: [N] bool; the window starts as zeros, whatever the slot holds.
+        track_offsets: [N] int64, 0..length or -1: after so many tokens the window is also kept in
+        track_slots: [N] int64 (-1: not kept).
+
+    Returns:
+        y [T, C] in x's dtype; padding rows are zero. Sums in fp32 (fp64 for fp64 x).
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros_like(x)
+    width = weight.shape[1]
+    kernel = weight.to(compute).unsqueeze(1)
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        begin, end = int(cu_seqlens[n]), int(cu_seqlens[n + 1])
+        window = window_pool[slot]
+        before = torch.zeros_like(window) if fresh[n] else window.clone()
+        rows = torch.cat([before.to(compute), x[begin:end].to(compute)])
+        if end > begin:
+            mixed = F.conv1d(rows.t().unsqueeze(0), kernel, groups=weight.shape[0])
+            y[begin:end] = F.silu(mixed[0].t()).to(x.dtype)
+        offset, track = int(track_offsets[n]), int(track_slots[n])
+        if offset >= 0 and track >= 0:
+            window_pool[track] = rows[offset : offset + width - 1].to(window_pool.dtype)
+        window_pool[slot] = rows[end - begin :].to(window_pool.dtype)
+    return y
+
+
+@register("short_conv.decode", "reference", preference=0, device="any")
+def decode(
+    x: torch.Tensor, weight: torch.Tensor, window_pool: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """`extend` with one token for each request: x [N, C] -> y [N, C]; window_pool moves on by one row."""
+    requests = slots.shape[0]
+    untracked = torch.full_like(slots, -1)
+    return extend(
+        x,
+        weight,
+        window_pool,
+        slots,
+        torch.arange(requests + 1, device=slots.device),
+        torch.zeros(requests, dtype=torch.bool, device=slots.device),
+        untracked,
+        untracked,
+    )

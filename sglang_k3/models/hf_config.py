@@ -1,0 +1,87 @@
+"""Config classes that SGLang's registry hands out for "kimi_linear" and "kimi_k3".
+
+They differ from SGLang's in three ways: a text config in the transformers dialect is translated
+first (SGLang's class would read it as a model of full-attention layers only, without a word), an
+impossible config is refused here, and the convolution window of the state pool has the dtype of
+the model (SGLang's default is bf16 whatever --dtype says).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.configs.kimi_k3 import KimiK3Config
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
+from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, mamba2_state_dtype
+from sglang.srt.configs.model_config import _get_and_verify_dtype
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_k3.models.config import K3Config
+from sglang_k3.models.config_dialects import is_transformers_dialect, kda_layers
+
+
+class K3TextConfig(KimiLinearConfig):
+    """Text config of Kimi K3 and Kimi Linear, from either dialect.
+
+    Raises ConfigError for a config that can't be served.
+    """
+
+    def __init__(self, **values: Any):
+        if is_transformers_dialect(values):
+            values = _translate(values)
+        super().__init__(**values)
+        # transformers builds a bare instance to find out which keys have default values.
+        if values:
+            K3Config.from_hf(values)
+
+    @property
+    def mamba2_cache_params(self) -> KimiLinearCacheParams:
+        """State shapes of this rank; the window in the model's dtype. Needs published server args."""
+        stock = super().mamba2_cache_params
+        dtype = replace(mamba2_state_dtype(self), conv=serving_dtype(self))
+        return replace(stock, dtype=dtype)
+
+
+class K3MultimodalConfig(KimiK3Config):
+    """Top-level config of Kimi K3, with a K3TextConfig inside."""
+
+    def __init__(self, text_config: dict[str, Any] | KimiLinearConfig | None = None, **values: Any):
+        if text_config is None:
+            text_config = K3TextConfig()
+        elif isinstance(text_config, dict):
+            text_config = K3TextConfig(**text_config)
+        super().__init__(text_config=text_config, **values)
+
+
+def serving_dtype(text_config: Any) -> torch.dtype:
+    """The dtype that SGLang resolves for the model from --dtype and the config.
+
+    SGLang keeps it on its ModelConfig alone, which a text config can't reach.
+    """
+    return _get_and_verify_dtype(text_config, get_server_args().dtype)
+
+
+def _translate(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the original dialect's keys to a config in the transformers dialect.
+
+    The keys it came with stay, so that K3Config still sees which dialect it was.
+    """
+    linear = set(kda_layers(values))
+    layers = range(values["num_hidden_layers"])
+    mlp_types = values.get("mlp_layer_types") or []
+    added = {
+        "linear_attn_config": {
+            "kda_layers": [layer + 1 for layer in layers if layer in linear],
+            "full_attn_layers": [layer + 1 for layer in layers if layer not in linear],
+            "num_heads": values["linear_num_heads"],
+            "head_dim": values["linear_head_dim"],
+            "short_conv_kernel_size": values.get("linear_conv_kernel_dim", 4),
+        },
+        "mla_use_nope": True,
+        "max_position_embeddings": values.get("model_max_length", 1048576),
+    }
+    if "sparse" in mlp_types:
+        added["first_k_dense_replace"] = mlp_types.index("sparse")
+    return {**added, **values}

@@ -1,0 +1,164 @@
+"""Kimi K3's text model, and Kimi Linear by the same classes.
+
+Read top-down: layer, model, causal LM. Class names are the architecture names that checkpoints carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from sglang_k3.models.attention_residual import BankedStream, Kernels, PlainStream, ResidualReader
+from sglang_k3.models.config import K3Config
+from sglang_k3.models.gated_mla import GatedMLA
+from sglang_k3.models.kda_attention import KDAAttention
+from sglang_k3.models.layers import K3LinearConfig, RMSNorm, Weight
+from sglang_k3.models.weights import load
+from sglang_k3.moe.latent_moe import DenseMLP, LatentMoE
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each between a read of the residual stream and an add to it."""
+
+    def __init__(self, config: K3Config, layer: int, quant_config, prefix: str) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        attention = KDAAttention if config.is_kda(layer) else GatedMLA
+        self.self_attn = attention(config, layer, quant_config, f"{prefix}.self_attn")
+        self.mlp = (
+            LatentMoE(config, quant_config, f"{prefix}.mlp")
+            if config.is_moe(layer)
+            else DenseMLP(config, config.intermediate_size, quant_config, f"{prefix}.mlp")
+        )
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.starts_block = config.starts_block(layer)
+        self.attention_reader = self.mlp_reader = None
+        if config.residual_block_size is not None:
+            self.self_attention_res_norm = Weight(hidden)
+            self.self_attention_res_proj = Weight(1, hidden)
+            self.mlp_res_norm = Weight(hidden)
+            self.mlp_res_proj = Weight(1, hidden)
+            self.attention_reader = ResidualReader(hidden)
+            self.mlp_reader = ResidualReader(hidden)
+
+    def prepare(self) -> None:
+        """After loading: derive what the forward needs from the checkpoint's tensors."""
+        if self.attention_reader is not None:
+            self.attention_reader.fold(self.self_attention_res_norm.weight, self.self_attention_res_proj.weight)
+            self.mlp_reader.fold(self.mlp_res_norm.weight, self.mlp_res_proj.weight)
+        if isinstance(self.self_attn, GatedMLA):
+            self.self_attn.absorb()
+        if isinstance(self.mlp, LatentMoE):
+            self.mlp.router.prepare()
+
+    def forward(self, stream: BankedStream | PlainStream, forward_batch) -> None:
+        h = stream.read(self.attention_reader)
+        if self.starts_block:
+            stream.close_block()
+        stream.add(self.self_attn(self.input_layernorm(h), forward_batch))
+        h = stream.read(self.mlp_reader)
+        stream.add(self.mlp(self.post_attention_layernorm(h)))
+
+
+class K3TextModel(nn.Module):
+    """Embedding, layers, final mix and norm."""
+
+    def __init__(self, config: K3Config, quant_config, prefix: str) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, quant_config, f"{prefix}.layers.{layer}")
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.output_reader = None
+        if config.residual_block_size is not None:
+            self.output_attn_res_norm = Weight(config.hidden_size)
+            self.output_attn_res_proj = Weight(1, config.hidden_size)
+            self.output_reader = ResidualReader(config.hidden_size)
+            self.residual_kernels = Kernels.chosen(config.rms_norm_eps)
+        self.reader_weights: list[torch.Tensor] = []
+
+    def prepare(self) -> None:
+        """After loading. Groups the residual readers by the number of bank rows they see."""
+        for layer in self.layers:
+            layer.prepare()
+        if self.output_reader is None:
+            return
+        self.output_reader.fold(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight)
+        config = self.config
+        readers = [(config.bank_rows(config.num_layers), self.output_reader)]
+        for index, layer in enumerate(self.layers):
+            rows = config.bank_rows(index)
+            readers.append((rows, layer.attention_reader))
+            readers.append((rows + layer.starts_block, layer.mlp_reader))
+        self.reader_weights = []
+        for rows in range(len(config.block_starts) + 1):
+            group = [reader for seen, reader in readers if seen == rows]
+            for position, reader in enumerate(group):
+                reader.index = position
+            self.reader_weights.append(torch.stack([reader.key_weight for reader in group]))
+
+    def forward(self, hidden: torch.Tensor, forward_batch) -> torch.Tensor:
+        """hidden [T, D] (embedded tokens) -> [T, D] for lm_head."""
+        stream: BankedStream | PlainStream
+        if self.output_reader is None:
+            stream = PlainStream(hidden)
+        else:
+            blocks = len(self.config.block_starts)
+            stream = BankedStream(hidden, blocks, self.reader_weights, self.residual_kernels)
+        for layer in self.layers:
+            layer(stream, forward_batch)
+        return self.norm(stream.read(self.output_reader))
+
+
+class KimiK3LinearForCausalLM(nn.Module):
+    """The text model with its head, as SGLang's model runner drives it."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.text = K3Config.from_hf(config)
+        # Packed experts are recognised by the config; linear layers always run on our kernels.
+        linears = K3LinearConfig()
+        self.model = K3TextModel(self.text, linears, "model")
+        self.lm_head = ParallelLMHead(
+            self.text.vocab_size, self.text.hidden_size, quant_config=linears, prefix="lm_head"
+        )
+        self.logits_processor = LogitsProcessor(config)
+        self.start_layer, self.end_layer = 0, self.text.num_layers
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    @torch.no_grad()
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None, **kwargs):
+        hidden = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        hidden = self.model(hidden, forward_batch)
+        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Strict: raises CheckpointError naming each tensor that is missing, unknown or misshapen."""
+        parallel = get_parallel()
+        load(self, self.text, weights, parallel.tp_rank, parallel.tp_size)
+        self.model.prepare()
+
+
+class KimiLinearForCausalLM(KimiK3LinearForCausalLM):
+    """Kimi Linear: plain residual stream and experts at the hidden size, by the same classes."""
+
+
+class KimiK3ForConditionalGeneration(KimiK3LinearForCausalLM):
+    """The published checkpoint's architecture, text part only (language_model_only)."""
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__(config.text_config, quant_config, prefix)

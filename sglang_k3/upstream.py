@@ -1,0 +1,316 @@
+"""Each hook on SGLang: what it changes, why, and when it can go. Nothing else in this package patches SGLang.
+
+Two kinds: a `Hook` wraps a function through SGLang's HookRegistry, a `Change` edits a table SGLang reads.
+SGLang only logs a hook that fails, so `verify` looks whether each one took, and is called where it counts:
+when arguments are resolved (main process), and when the model class is looked up, the attention backend
+is built and the weights are in (each worker).
+
+This module imports the standard library alone; what a hook needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+VALIDATED_SGLANG = "0.5.23"
+
+# Architecture names stay upstream's, so SGLang's own tables about them (MLA cache, radix cache, chat
+# encoding, parsers) keep working; our classes answer for them.
+ARCHITECTURES = {
+    "KimiK3ForConditionalGeneration": "sglang_k3.models.kimi_k3",
+    "KimiK3LinearForCausalLM": "sglang_k3.models.kimi_k3",
+    "KimiLinearForCausalLM": "sglang_k3.models.kimi_k3",
+}
+TEXT_ONLY_K3 = "KimiK3LinearForCausalLM"
+
+
+class UpstreamError(RuntimeError):
+    """SGLang is not the version we hook, or a hook did not take. The message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`around(original, *args, **kwargs)` runs in place of the function at `target` (dotted path)."""
+
+    target: str
+    around: Callable[..., Any]
+    why: str
+    until: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """`apply` edits a table of SGLang's; `holds` says whether the edit is in force."""
+
+    name: str
+    apply: Callable[[], None]
+    holds: Callable[[], bool]
+    why: str
+    until: str
+
+
+def _attribute(path: str) -> Any:
+    """The object at a dotted path; UpstreamError names a path that is gone."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        raise UpstreamError(
+            f"SGLang has no {path} ({error}); sglang-k3 hooks SGLang {VALIDATED_SGLANG}: "
+            f"pip install sglang=={VALIDATED_SGLANG}"
+        ) from error
+
+
+# --- hooks -------------------------------------------------------------------------------------------
+
+
+def _model_class(original, model_config):
+    verify()
+    architecture = (model_config.hf_config.architectures or [""])[0]
+    if architecture not in ARCHITECTURES:
+        return original(model_config)
+    module = importlib.import_module(ARCHITECTURES[architecture])
+    return getattr(module, architecture), architecture
+
+
+def _attention_backend(original, runner, full_attn_backend):
+    verify()
+    from sglang_k3.attention_backends.hybrid import wrap
+
+    return wrap(original, runner, full_attn_backend)
+
+
+def _batch_invariant_mode(original, *args, **kwargs):
+    logger.info("Exact mode runs on sglang-k3's row-invariant kernels; SGLang's Triton ones are left out.")
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        _model_class,
+        why="our classes answer for the Kimi architectures without importing SGLang's two hundred model files",
+        until="SGLang lets a plugin register a single architecture before its model registry is imported",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        _attention_backend,
+        why="the linear half of a hybrid backend is picked by config class, with no registry to add to",
+        until="attention backends may supply their own wrapper for hybrid models",
+    ),
+    Hook(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
+        _batch_invariant_mode,
+        why="it replaces torch's CPU matmul by Triton kernels, which no CPU can launch",
+        until="a platform can declare its own batch-invariant operators",
+    ),
+)
+
+
+# --- changes -----------------------------------------------------------------------------------------
+
+
+def _configs() -> dict[str, str]:
+    return {"kimi_linear": "K3TextConfig", "kimi_k3": "K3Config"}
+
+
+def _register_configs() -> None:
+    from sglang_k3.models import hf_config
+
+    registry = _attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
+    for model_type, name in _configs().items():
+        registry[model_type] = getattr(hf_config, name)
+
+
+def _configs_registered() -> bool:
+    from sglang_k3.models import hf_config
+
+    registry = _attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
+    return all(registry[kind] is getattr(hf_config, name) for kind, name in _configs().items())
+
+
+_ARCHITECTURE_SETS = ("_MAMBA_RADIX_CACHE_ARCHS", "_MAMBA_EXTRA_BUFFER_ARCHS")
+
+
+def _add_text_only_k3() -> None:
+    overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
+    for name in _ARCHITECTURE_SETS:
+        present = _attribute(f"sglang.srt.arg_groups.overrides.{name}")
+        setattr(overrides, name, frozenset({*present, TEXT_ONLY_K3}))
+
+
+def _text_only_k3_added() -> bool:
+    overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
+    return all(TEXT_ONLY_K3 in getattr(overrides, name) for name in _ARCHITECTURE_SETS)
+
+
+def _register_attention_backend() -> None:
+    from sglang_k3.attention_backends import NAME
+
+    register = _attribute("sglang.srt.layers.attention.attention_registry.register_attention_backend")
+
+    def create(runner):
+        from sglang_k3.attention_backends.mla import K3MLABackend
+
+        return K3MLABackend(runner)
+
+    register(NAME)(create)
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    for adder in (
+        "add_attention_backend_choices",
+        "add_deterministic_attention_backend_choices",
+        "add_radix_supported_deterministic_attention_backend_choices",
+    ):
+        add = _attribute(f"{choices.__name__}.{adder}")
+        add([NAME])
+
+
+def _attention_backend_registered() -> bool:
+    from sglang_k3.attention_backends import NAME
+
+    return NAME in _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+
+
+def _register_argument_rules() -> None:
+    from sglang_k3 import arguments
+
+    hook = _attribute("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook")
+    hook("handle_cpu_backends")(arguments.choose_backend)
+    hook("handle_other_validations")(arguments.refuse)
+
+
+def _argument_rules_registered() -> bool:
+    from sglang_k3 import arguments
+
+    hooks = _attribute("sglang.srt.arg_groups.resolution_hooks._HOOKS")
+    return arguments.choose_backend in hooks.get(
+        "handle_cpu_backends", ()
+    ) and arguments.refuse in hooks.get("handle_other_validations", ())
+
+
+def _pin_nothing(tensor, device=None):
+    """Host memory is the device's memory here; pinning has nothing to pin for."""
+    return tensor
+
+
+def _replace_pin_memory() -> None:
+    import torch
+
+    torch.Tensor.pin_memory = _pin_nothing  # type: ignore[method-assign]
+
+
+def _pin_memory_replaced() -> bool:
+    import torch
+
+    return torch.Tensor.pin_memory is _pin_nothing
+
+
+CHANGES = (
+    Change(
+        "config classes",
+        _register_configs,
+        _configs_registered,
+        why="SGLang reads a transformers-dialect Kimi Linear file as all-MLA, silently, and stores the conv "
+        "window in bf16 whatever --dtype says",
+        until="KimiLinearConfig maps layer_types and takes the window dtype from the model",
+    ),
+    Change(
+        "mamba architecture sets",
+        _add_text_only_k3,
+        _text_only_k3_added,
+        why=f"{TEXT_ONLY_K3} is in neither set, so its prefix cache would keep no states",
+        until=f"SGLang lists {TEXT_ONLY_K3}",
+    ),
+    Change(
+        "attention backend k3_cpu",
+        _register_attention_backend,
+        _attention_backend_registered,
+        why="SGLang's public registry and argument choices",
+        until="stays",
+    ),
+    Change(
+        "argument rules",
+        _register_argument_rules,
+        _argument_rules_registered,
+        why="SGLang's public resolution hooks: choose our backend for Kimi models, refuse what cannot work",
+        until="stays",
+    ),
+    Change(
+        "torch.Tensor.pin_memory",
+        _replace_pin_memory,
+        _pin_memory_replaced,
+        why="schedule_batch.py pins the track mask without asking the platform; torch refuses on a CPU",
+        until="prepare_for_decode asks is_pin_memory_available",
+    ),
+)
+
+
+# --- version gate, registration, self-check -----------------------------------------------------------
+
+_originals: dict[str, Any] = {}
+
+
+def check_version() -> None:
+    """Raises UpstreamError unless the validated SGLang is installed."""
+    try:
+        installed = metadata.version("sglang")
+    except metadata.PackageNotFoundError as error:
+        raise UpstreamError(f"SGLang is not installed: pip install sglang=={VALIDATED_SGLANG}") from error
+    if installed != VALIDATED_SGLANG:
+        raise UpstreamError(
+            f"SGLang {installed} is installed, but sglang-k3 is validated with {VALIDATED_SGLANG} only: "
+            f"pip install sglang=={VALIDATED_SGLANG}"
+        )
+
+
+def on_our_platform() -> bool:
+    """Whether this process runs on our CPU platform. Elsewhere SGLang stays as it is."""
+    from sglang.srt.platforms import current_platform
+
+    from sglang_k3.platforms.cpu import K3CpuPlatform
+
+    return isinstance(current_platform, K3CpuPlatform)
+
+
+def register() -> None:
+    """Apply every change and hand every hook to SGLang's registry. Raises UpstreamError."""
+    if not on_our_platform():
+        logger.warning(
+            "sglang-k3 registers nothing: this release serves Kimi K3 on the CPU platform only, and SGLang "
+            "selected another one here."
+        )
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for change in CHANGES:
+        change.apply()
+    for hook in HOOKS:
+        _originals[hook.target] = _attribute(hook.target)
+        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+
+
+def failures() -> list[str]:
+    """One line for each change or hook that is not in force; empty when all took."""
+    lost = [f"change {change.name!r} is not in force" for change in CHANGES if not change.holds()]
+    for hook in HOOKS:
+        if hook.target not in _originals:
+            lost.append(f"hook on {hook.target} was never registered")
+        elif _attribute(hook.target) is _originals[hook.target]:
+            lost.append(f"hook on {hook.target} did not take")
+    return lost
+
+
+def verify() -> None:
+    """Raises UpstreamError naming every hook or change that is not in force in this process."""
+    lost = failures()
+    if lost:
+        raise UpstreamError(
+            "sglang-k3 is not fully plugged in: " + "; ".join(lost) + ". Start the server with "
+            "`python -m sglang.launch_server` and see `sglang-k3 doctor`."
+        )
