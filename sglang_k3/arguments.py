@@ -28,13 +28,13 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
         value = getattr(view, flag)
         option = "--" + flag.replace("_", "-")
         if ours and value not in (None, NAME):
-            raise ValueError(f"{option} {value} cannot run Kimi models on a CPU: leave it out, or pass {NAME}")
+            raise ValueError(
+                f"{option} {value} cannot run Kimi models on a CPU: leave it out, or pass {NAME}"
+            )
         if not ours and value == NAME:
             raise ValueError(f"{option} {NAME} runs Kimi models only: leave it out, or pass torch_native")
     if view.attention_backend is None:
-        declare_resolution(
-            server_args, "sglang-k3", attention_backend=NAME if ours else "torch_native"
-        )
+        declare_resolution(server_args, "sglang-k3", attention_backend=NAME if ours else "torch_native")
     previous(server_args)
 
 

@@ -117,7 +117,7 @@ HOOKS = (
 
 
 def _configs() -> dict[str, str]:
-    return {"kimi_linear": "K3TextConfig", "kimi_k3": "K3Config"}
+    return {"kimi_linear": "K3TextConfig", "kimi_k3": "K3MultimodalConfig"}
 
 
 def _register_configs() -> None:
@@ -189,9 +189,9 @@ def _argument_rules_registered() -> bool:
     from sglang_k3 import arguments
 
     hooks = _attribute("sglang.srt.arg_groups.resolution_hooks._HOOKS")
-    return arguments.choose_backend in hooks.get(
-        "handle_cpu_backends", ()
-    ) and arguments.refuse in hooks.get("handle_other_validations", ())
+    return arguments.choose_backend in hooks.get("handle_cpu_backends", ()) and arguments.refuse in hooks.get(
+        "handle_other_validations", ()
+    )
 
 
 def _pin_nothing(tensor, device=None):

@@ -10,7 +10,6 @@ from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
 
 
-
 class K3MLABackend(AttentionBackend):
     """One operator for extend, mixed and decode batches: rows attend through req_to_token.
 

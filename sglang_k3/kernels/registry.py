@@ -31,6 +31,7 @@ _MODULES = tuple(
         "gated_rms_norm",
         "attention_residual",
         "activation",
+        "output_gate",
         "mx",
         "mla",
         "moe",
@@ -98,9 +99,7 @@ def register(
         entries = _implementations.setdefault(operator, [])
         if any(e.name == name for e in entries):
             raise ValueError(f"{operator} already has an implementation named {name!r}")
-        entries.append(
-            Implementation(operator, name, function, preference, exact, device, supports)
-        )
+        entries.append(Implementation(operator, name, function, preference, exact, device, supports))
         entries.sort(key=lambda e: -e.preference)
         return function
 
@@ -136,15 +135,12 @@ def resolve(operator: str, call: Call) -> tuple[Implementation, tuple[tuple[str,
             if reason is None:
                 _choices[key] = (entry, tuple(refused))
                 because = "; ".join(f"{n}: {r}" for n, r in refused)
-                logger.info(
-                    "%s -> %s%s", operator, entry.name, f" (refused {because})" if because else ""
-                )
+                logger.info("%s -> %s%s", operator, entry.name, f" (refused {because})" if because else "")
                 break
             refused.append((entry.name, reason))
         else:
             raise NoImplementation(
-                f"no implementation of {operator} takes {call}: "
-                + "; ".join(f"{n}: {r}" for n, r in refused)
+                f"no implementation of {operator} takes {call}: " + "; ".join(f"{n}: {r}" for n, r in refused)
             )
     return _choices[key]
 

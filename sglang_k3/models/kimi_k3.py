@@ -50,7 +50,9 @@ class DecoderLayer(nn.Module):
     def prepare(self) -> None:
         """After loading: derive what the forward needs from the checkpoint's tensors."""
         if self.attention_reader is not None:
-            self.attention_reader.fold(self.self_attention_res_norm.weight, self.self_attention_res_proj.weight)
+            self.attention_reader.fold(
+                self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
+            )
             self.mlp_reader.fold(self.mlp_res_norm.weight, self.mlp_res_proj.weight)
         if isinstance(self.self_attn, GatedMLA):
             self.self_attn.absorb()

@@ -60,9 +60,7 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             # SGLang asks for one NUMA node a rank otherwise, which no small machine has.
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = split_cores(allowed_cores(), ranks)
-            logger.info(
-                "CPU cores of the %d ranks: %s", ranks, os.environ["SGLANG_CPU_OMP_THREADS_BIND"]
-            )
+            logger.info("CPU cores of the %d ranks: %s", ranks, os.environ["SGLANG_CPU_OMP_THREADS_BIND"])
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
