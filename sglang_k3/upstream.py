@@ -95,7 +95,7 @@ HOOKS = (
     Hook(
         "sglang.srt.model_loader.utils.get_model_architecture",
         _model_class,
-        why="our classes answer for the Kimi architectures without importing SGLang's two hundred model files",
+        why="our classes answer for the Kimi architectures, and SGLang's model files need no import",
         until="SGLang lets a plugin register a single architecture before its model registry is imported",
     ),
     Hook(
