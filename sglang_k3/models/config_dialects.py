@@ -80,8 +80,8 @@ def normalise(config: Any) -> K3Config:
         situ_linear_beta=linear_beta,
         residual_block_size=raw.optional_size("attn_res_block_size"),
         max_positions=raw.size("max_position_embeddings", "model_max_length", default=1048576),
-        kda_layers=kda_layers(text),
-        moe_layers=_moe_layers(raw, num_layers),
+        kda_layers=_kda_layers(text),
+        moe_layers=_moe_layers(raw, num_layers, dialect),
         kda=_kda(raw, dialect),
         mla=_mla(raw, eps, dialect),
         moe=_moe(raw, quantization),
@@ -89,7 +89,7 @@ def normalise(config: Any) -> K3Config:
     )
 
 
-def kda_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+def _kda_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based KDA layers of a text config in either dialect.
 
     Raises ConfigError when the lists overlap, leave a layer out, name one that does not exist,
@@ -114,7 +114,7 @@ def kda_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
     return layers
 
 
-def is_transformers_dialect(text: Mapping[str, Any]) -> bool:
+def _is_transformers_dialect(text: Mapping[str, Any]) -> bool:
     """Whether a text config uses the keys of the port in transformers 5."""
     return "linear_num_heads" in text or (
         text.get("layer_types") is not None and text.get("linear_attn_config") is None
@@ -130,7 +130,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _dialect(top: Mapping[str, Any], text: Mapping[str, Any]) -> Dialect:
-    if is_transformers_dialect(text):
+    if _is_transformers_dialect(text):
         return "transformers"
     return "original" if text is top else "k3"
 
@@ -185,7 +185,7 @@ def _from_lists(linear: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(kda))
 
 
-def _moe_layers(raw: _Reader, num_layers: int) -> tuple[int, ...]:
+def _moe_layers(raw: _Reader, num_layers: int, dialect: Dialect) -> tuple[int, ...]:
     if raw.get("num_experts", "num_local_experts", "n_routed_experts", default=None) is None:
         return ()
     types = raw.get("mlp_layer_types", default=None)
@@ -197,7 +197,7 @@ def _moe_layers(raw: _Reader, num_layers: int) -> tuple[int, ...]:
                 f"{num_layers} layers"
             )
         return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
-    first = raw.get("first_k_dense_replace", default=0)
+    first = raw.get("first_k_dense_replace", default=1 if dialect == "transformers" else 0)
     frequency = raw.size("moe_layer_freq", default=1)
     return tuple(layer for layer in range(first, num_layers) if layer % frequency == 0)
 

@@ -16,10 +16,9 @@ from sglang.srt.configs.kimi_k3 import KimiK3Config
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, mamba2_state_dtype
 from sglang.srt.configs.model_config import _get_and_verify_dtype
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_model
 
 from sglang_k3.models.config import K3Config
-from sglang_k3.models.config_dialects import is_transformers_dialect, kda_layers
 
 
 class K3TextConfig(KimiLinearConfig):
@@ -29,12 +28,13 @@ class K3TextConfig(KimiLinearConfig):
     """
 
     def __init__(self, **values: Any):
-        if is_transformers_dialect(values):
-            values = _translate(values)
-        super().__init__(**values)
         # transformers builds a bare instance to find out which keys have default values.
         if values:
-            K3Config.from_hf(values)
+            config = K3Config.from_hf(values)
+            if config.dialect == "transformers":
+                # Its own keys stay too: K3Config reads the dialect off them.
+                values = {**_original_keys(config), **values}
+        super().__init__(**values)
 
     @property
     def mamba2_cache_params(self) -> KimiLinearCacheParams:
@@ -60,28 +60,20 @@ def serving_dtype(text_config: Any) -> torch.dtype:
 
     SGLang keeps it on its ModelConfig alone, which a text config can't reach.
     """
-    return _get_and_verify_dtype(text_config, get_server_args().dtype)
+    return _get_and_verify_dtype(text_config, get_model().dtype)
 
 
-def _translate(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the original dialect's keys to a config in the transformers dialect.
-
-    The keys it came with stay, so that K3Config still sees which dialect it was.
-    """
-    linear = set(kda_layers(values))
-    layers = range(values["num_hidden_layers"])
-    mlp_types = values.get("mlp_layer_types") or []
-    added = {
+def _original_keys(config: K3Config) -> dict[str, Any]:
+    """The keys of the original dialect that a file in the transformers dialect lacks."""
+    return {
         "linear_attn_config": {
-            "kda_layers": [layer + 1 for layer in layers if layer in linear],
-            "full_attn_layers": [layer + 1 for layer in layers if layer not in linear],
-            "num_heads": values["linear_num_heads"],
-            "head_dim": values["linear_head_dim"],
-            "short_conv_kernel_size": values.get("linear_conv_kernel_dim", 4),
+            "kda_layers": [layer + 1 for layer in config.kda_layers],
+            "full_attn_layers": [layer + 1 for layer in config.mla_layers],
+            "num_heads": config.kda.num_heads,
+            "head_dim": config.kda.head_dim,
+            "short_conv_kernel_size": config.kda.conv_kernel_size,
         },
+        "first_k_dense_replace": min(config.moe_layers, default=config.num_layers),
+        "max_position_embeddings": config.max_positions,
         "mla_use_nope": True,
-        "max_position_embeddings": values.get("model_max_length", 1048576),
     }
-    if "sparse" in mlp_types:
-        added["first_k_dense_replace"] = mlp_types.index("sparse")
-    return {**added, **values}
