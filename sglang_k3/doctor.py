@@ -1,0 +1,170 @@
+"""What `sglang-k3 doctor` finds out: versions, registrations, platform, kernel choices, self-test.
+
+Everything is looked at even when something before it is wrong, so one run names all that is amiss. Nothing
+is imported before it is looked for: the report must come out with no torch and no SGLang installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform as python_platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import sglang_k3
+from sglang_k3 import upstream
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `detail` says what was found, and what to do where it is wrong."""
+
+    area: str
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of one operator for one kind of call, and why others before it were refused."""
+
+    operator: str
+    call: str
+    implementation: str | None
+    refusals: tuple[str, ...]
+
+
+@dataclass
+class Report:
+    findings: list[Finding] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+    def add(self, area: str, name: str, ok: bool, detail: str) -> None:
+        self.findings.append(Finding(area, name, ok, detail))
+
+
+def examine() -> Report:
+    """Look at everything. Takes about 20 seconds, most of them SGLang's imports."""
+    report = Report()
+    for name, ok, detail in _versions():
+        report.add("versions", name, ok, detail)
+    if _installed("torch") is None:
+        return report
+    if _installed("sglang") is not None:
+        report.add("platform", "selected", *_platform())
+        for name, ok, detail in _registrations():
+            report.add("registrations", name, ok, detail)
+    _kernels(report)
+    return report
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[tuple[str, bool, str]]:
+    yield "sglang-k3", True, sglang_k3.__version__
+    yield "python", True, python_platform.python_version()
+    for name in ("torch", "numba"):
+        version = _installed(name)
+        yield name, version is not None, version or "not installed: pip install 'sglang-k3[cpu]'"
+    try:
+        upstream.check_version()
+        yield "sglang", True, f"{upstream.VALIDATED_SGLANG}, the validated version"
+    except upstream.UpstreamError as error:
+        yield "sglang", False, str(error)
+
+
+def _platform() -> tuple[bool, str]:
+    """Whether SGLang selected our platform in this process, and why."""
+    try:
+        from sglang.srt.platforms import current_platform
+
+        # A lazy object: asking for the device resolves it.
+        selected = f"{type(current_platform).__name__} ({current_platform.device_type})"
+        ours = upstream.on_our_platform()
+    except Exception as error:
+        return False, f"SGLang could not select a platform: {type(error).__name__}: {error}"
+    return ours, f"{selected}: {_why_platform()}"
+
+
+def _why_platform() -> str:
+    from sglang_k3 import platforms
+
+    for variable in ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"):
+        if value := os.environ.get(variable):
+            return f"{variable}={value} is set"
+    if platforms.activate() is None:
+        return "an accelerator is present, and this release serves on the CPU only"
+    return "neither an NPU nor a GPU is present"
+
+
+def _registrations() -> Iterator[tuple[str, bool, str]]:
+    """Load the plugins as each of SGLang's processes does, then ask every hook and change whether it took."""
+    try:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        lost = upstream.failures()
+    except (Exception, SystemExit) as error:
+        yield "plugin", False, f"{type(error).__name__}: {error}"
+        return
+    for line in lost:
+        yield "plugin", False, line
+    if not lost:
+        yield "plugin", True, f"{len(upstream.HOOKS)} hooks and {len(upstream.CHANGES)} changes are in force"
+
+
+def _kernels(report: Report) -> None:
+    try:
+        from sglang_k3 import self_test
+        from sglang_k3.kernels import registry
+
+        operators = registry.operators()
+    except Exception as error:
+        report.add("kernels", "registry", False, f"{type(error).__name__}: {error}")
+        return
+    for operator in operators:
+        for name, call in _calls().items():
+            report.choices.append(choice := _choose(operator, name, call))
+            if choice.implementation is None:
+                report.add("kernels", operator, False, f"{name}: {'; '.join(choice.refusals)}")
+    for outcome in self_test.run():
+        detail = outcome.failure or f"max error {outcome.error:.1e} against the reference"
+        if not outcome.ok and outcome.failure is None:
+            detail += f", more than {self_test.TOLERANCE:.0e}"
+        report.add("self-test", f"{outcome.operator} / {outcome.implementation}", outcome.ok, detail)
+
+
+def _calls() -> dict[str, Any]:
+    """The three ways a CPU server is run."""
+    import torch
+
+    from sglang_k3.kernels.registry import Call
+
+    return {
+        "fp32 exact": Call("cpu", torch.float32, exact=True),
+        "fp32 fast": Call("cpu", torch.float32),
+        "bf16 fast": Call("cpu", torch.bfloat16),
+    }
+
+
+def _choose(operator: str, name: str, call: Any) -> Choice:
+    from sglang_k3.kernels import registry
+
+    try:
+        chosen, refused = registry.resolve(operator, call)
+    except registry.NoImplementation:
+        refusals = ((entry.name, entry.refusal(call)) for entry in registry.implementations(operator))
+        return Choice(operator, name, None, tuple(f"{entry}: {reason}" for entry, reason in refusals))
+    return Choice(operator, name, chosen.name, tuple(f"{entry}: {reason}" for entry, reason in refused))

@@ -1,0 +1,114 @@
+"""`sglang-k3 doctor` as a user runs it, on a sound installation and on broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_k3.upstream import VALIDATED_SGLANG
+from tests.environment import ROOT, link, with_requirements
+
+DOCTOR = ("-m", "sglang_k3.cli", "doctor")
+
+
+def python(*arguments: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter on our package, with `path` before everything installed."""
+    search = os.pathsep.join(str(p) for p in (path, ROOT) if p is not None)
+    environment = {**os.environ, "PYTHONPATH": search, "COLUMNS": "200", **env}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(f["area"], f["name"]): f for f in json.loads(done.stdout)["findings"]}
+
+
+def test_sound_installation_passes_and_shows_every_choice():
+    done = python(*DOCTOR, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    found = findings(done)
+    assert report["healthy"] and all(finding["ok"] for finding in found.values())
+    assert "K3CpuPlatform (cpu): neither an NPU nor a GPU" in found["platform", "selected"]["detail"]
+    assert "are in force" in found["registrations", "plugin"]["detail"]
+
+    tested = {name.split(" / ")[0] for area, name in found if area == "self-test"}
+    assert {"kda.decode", "kda.extend", "short_conv.decode", "mla.paged_attention", "moe.experts"} <= tested
+
+    choices = {(choice["operator"], choice["call"]): choice for choice in report["choices"]}
+    operators = {operator for operator, _ in choices}
+    calls = ("fp32 exact", "fp32 fast", "bf16 fast")
+    assert set(choices) == {(operator, call) for operator in operators for call in calls}
+    assert choices["linear", "fp32 fast"]["implementation"] == "torch"
+    assert choices["linear", "fp32 exact"]["refusals"] == [
+        "torch: its rows are not batch-invariant (exact mode)"
+    ]
+
+
+def test_other_sglang_version_is_named_with_the_remedy(tmp_path: Path):
+    fake = tmp_path / "sglang-0.5.99.dist-info"
+    fake.mkdir()
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.99\n")
+    done = python(*DOCTOR, "--json", path=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = findings(done)
+    version, plugin = found["versions", "sglang"], found["registrations", "plugin"]
+    assert not version["ok"] and "0.5.99" in version["detail"]
+    assert f"pip install sglang=={VALIDATED_SGLANG}" in version["detail"]
+    assert not plugin["ok"] and "could not register" in plugin["detail"] and "0.5.99" in plugin["detail"]
+
+
+def test_plugin_left_out_is_named():
+    done = python(*DOCTOR, SGLANG_PLUGINS="k3cpu")
+    assert done.returncode == 1, done.stderr
+    assert "hook on sglang.srt.model_loader.utils.get_model_architecture was never registered" in done.stdout
+    assert "change 'config classes' is not in force" in done.stdout
+    assert "SGLANG_PLUGINS=k3cpu is set" in done.stdout
+
+
+def test_wrong_operator_is_named():
+    """An implementation that is off by a hundredth, and one that raises, each found by name."""
+    program = """
+import sys
+from sglang_k3.kernels import registry
+
+honest = {op: registry.implementations(op)[0].function for op in ("kda.decode", "moe.experts")}
+
+@registry.register("kda.decode", "biased", preference=99, exact=True)
+def biased(*arguments):
+    return honest["kda.decode"](*arguments) + 0.01
+
+@registry.register("moe.experts", "raising", preference=99, exact=True)
+def raising(*arguments):
+    raise ArithmeticError("broken on purpose")
+
+from sglang_k3.cli import main
+sys.argv = ["sglang-k3", "doctor", "--json"]
+main()
+"""
+    done = python("-c", program)
+    assert done.returncode == 1, done.stderr
+    wrong = {name: f["detail"] for (_, name), f in findings(done).items() if not f["ok"]}
+    assert set(wrong) == {"kda.decode / biased", "moe.experts / raising"}
+    assert "max error 1.0e-02 against the reference, more than 1e-04" in wrong["kda.decode / biased"]
+    assert "ArithmeticError: broken on purpose" in wrong["moe.experts / raising"]
+
+
+def test_without_sglang_the_report_still_comes_out(tmp_path: Path):
+    link(with_requirements("torch", "numba", "typer", "rich"), tmp_path)
+    done = python("-S", *DOCTOR, path=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert f"SGLang is not installed: pip install sglang=={VALIDATED_SGLANG}" in done.stdout
+    assert "kda.decode / numba" in done.stdout
+    assert "1 of" in done.stdout and "findings are wrong" in done.stdout
+
+
+def test_without_torch_the_report_still_comes_out(tmp_path: Path):
+    link(with_requirements("typer", "rich"), tmp_path)
+    done = python("-S", *DOCTOR, path=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "torch" in done.stdout and "not installed" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
