@@ -11,9 +11,10 @@ import torch
 from numba import njit, prange
 
 from sglang_k3.kernels import registry
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import exp, float_rows, sigmoid, use_torch_threads
+from sglang_k3.kernels.row_math import exp, float_rows, fp32_or_bf16, sigmoid
+from sglang_k3.kernels.threads import use_threads_for
 
+_ZERO = np.float32(0)
 _ONE = np.float32(1)
 _TWO = np.float32(2)
 # Below this |x| tanh is x plus x^3 times a polynomial in x^2 (minimax on the interval, highest power
@@ -26,15 +27,11 @@ _TANH_1 = np.float32(1.33314422036e-1)
 _TANH_0 = np.float32(-3.33332819422e-1)
 
 
-def _not_fp64(call: Call) -> str | None:
-    return "computes in float32" if call.dtype == torch.float64 else None
-
-
-@registry.register("activation.gated", "numba", preference=10, exact=True, supports=_not_fp64)
+@registry.register("activation.gated", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def gated(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
     """gate_up [T, 2I] = [gate | up] -> [T, I] in its dtype; the formulas of the reference, in fp32."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.float32)
-    use_torch_threads()
+    use_threads_for(gate_up.numel())
     rows = float_rows(gate_up)
     if beta is None:
         _silu(rows, out.numpy())
@@ -45,20 +42,19 @@ def gated(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) 
     return out.to(gate_up.dtype)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def tanh(x: np.float32) -> np.float32:
     """tanh in fp32 within 2 units in the last place."""
     size = abs(x)
     square = x * x
     series = (((_TANH_4 * square + _TANH_3) * square + _TANH_2) * square + _TANH_1) * square + _TANH_0
-    small = x + x * square * series
-    large = _ONE - _TWO / (exp(size + size) + _ONE)
-    if x < 0:
-        large = -large
-    return small if size < _TANH_SMALL else large
+    y = _ONE - _TWO / (exp(size + size) + _ONE)
+    if size < _TANH_SMALL:
+        y = size + size * square * series
+    return -y if x < _ZERO else y
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _silu(gate_up: np.ndarray, out: np.ndarray) -> None:
     width = out.shape[1]
     for t in prange(out.shape[0]):
@@ -67,7 +63,7 @@ def _silu(gate_up: np.ndarray, out: np.ndarray) -> None:
             out[t, i] = gate * sigmoid(gate) * gate_up[t, width + i]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _situ(gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
     width = out.shape[1]
     for t in prange(out.shape[0]):
@@ -76,7 +72,7 @@ def _situ(gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
             out[t, i] = beta * tanh(gate / beta) * sigmoid(gate) * gate_up[t, width + i]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _situ_clipped(gate_up: np.ndarray, beta: np.float32, linear_beta: np.float32, out: np.ndarray) -> None:
     width = out.shape[1]
     for t in prange(out.shape[0]):

@@ -13,28 +13,26 @@ from numba import njit, prange
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.attention_residual.summary import Summary
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import dot, exp, float_rows, use_torch_threads
+from sglang_k3.kernels.row_math import dot, exp, float_rows, fp32_or_bf16
+from sglang_k3.kernels.threads import use_threads_for
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _NOTHING = np.float32(-np.inf)
 
 
-def _not_fp64(call: Call) -> str | None:
-    return "computes in float32" if call.dtype == torch.float64 else None
-
-
-@registry.register("attention_residual.mix", "numba", preference=10, exact=True, supports=_not_fp64)
+@registry.register("attention_residual.mix", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def mix(partial: torch.Tensor, bank: torch.Tensor, key_weight: torch.Tensor, eps: float) -> torch.Tensor:
     """partial [T, D], bank [n, T, D], key_weight [D] fp32 -> [T, D] in partial's dtype."""
     out = torch.empty(partial.shape, dtype=torch.float32)
-    use_torch_threads()
+    use_threads_for(partial.numel() + bank.numel())
     _mix(float_rows(partial), float_rows(bank), float_rows(key_weight), np.float32(eps), out.numpy())
     return out.to(partial.dtype)
 
 
-@registry.register("attention_residual.block_prepare", "numba", preference=10, exact=True, supports=_not_fp64)
+@registry.register(
+    "attention_residual.block_prepare", "numba", preference=10, exact=True, supports=fp32_or_bf16
+)
 def block_prepare(bank: torch.Tensor, key_weights: torch.Tensor, eps: float) -> Summary:
     """bank [n, T, D], key_weights [M, D] fp32 -> Summary of the M mixes over the bank."""
     mixes, tokens, width = key_weights.shape[0], bank.shape[1], bank.shape[2]
@@ -43,13 +41,15 @@ def block_prepare(bank: torch.Tensor, key_weights: torch.Tensor, eps: float) -> 
         torch.full((mixes, tokens), float("-inf")),
         torch.zeros(mixes, tokens),
     )
-    use_torch_threads()
-    arrays = (field.numpy() for field in summary)
-    _prepare(float_rows(bank), float_rows(key_weights), np.float32(eps), *arrays)
+    use_threads_for(bank.numel() * mixes)
+    acc, maximum, total = (field.numpy() for field in summary)
+    _prepare(float_rows(bank), float_rows(key_weights), np.float32(eps), acc, maximum, total)
     return summary
 
 
-@registry.register("attention_residual.merge_partial", "numba", preference=10, exact=True, supports=_not_fp64)
+@registry.register(
+    "attention_residual.merge_partial", "numba", preference=10, exact=True, supports=fp32_or_bf16
+)
 def merge_partial(
     partial: torch.Tensor,
     acc: torch.Tensor,
@@ -61,25 +61,29 @@ def merge_partial(
     """One mix of a Summary (acc [T, D], maximum [T], total [T]) joined by partial [T, D] -> [T, D]."""
     out = torch.empty(partial.shape, dtype=torch.float32)
     rows, weight = float_rows(partial), float_rows(key_weight)
-    summary = (float_rows(field) for field in (acc, maximum, total))
-    use_torch_threads()
-    _merge(rows, *summary, weight, np.float32(eps), out.numpy())
+    acc_rows, tops, totals = (float_rows(field) for field in (acc, maximum, total))
+    use_threads_for(partial.numel())
+    _merge(rows, acc_rows, tops, totals, weight, np.float32(eps), out.numpy())
     return out.to(partial.dtype)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
+def _inverse_rms(row: np.ndarray, eps: np.float32) -> np.float32:
+    return _ONE / np.sqrt(dot(row, row) / np.float32(row.shape[0]) + eps)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _score(row: np.ndarray, key_weight: np.ndarray, eps: np.float32) -> np.float32:
-    inverse = _ONE / np.sqrt(dot(row, row) / np.float32(row.shape[0]) + eps)
-    return dot(row, key_weight) * inverse
+    return dot(row, key_weight) * _inverse_rms(row, eps)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _add(out: np.ndarray, share: np.float32, row: np.ndarray) -> None:
     for d in range(out.shape[0]):
         out[d] += share * row[d]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _mix(
     partial: np.ndarray, bank: np.ndarray, key_weight: np.ndarray, eps: np.float32, out: np.ndarray
 ) -> None:
@@ -106,7 +110,7 @@ def _mix(
             row[d] /= total
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _prepare(
     bank: np.ndarray,
     key_weights: np.ndarray,
@@ -117,11 +121,14 @@ def _prepare(
 ) -> None:
     count, mixes = bank.shape[0], key_weights.shape[0]
     for t in prange(bank.shape[1]):
+        inverses = np.empty(count, np.float32)
+        for j in range(count):
+            inverses[j] = _inverse_rms(bank[j, t], eps)
         scores = np.empty(count, np.float32)
         for m in range(mixes):
             top = _NOTHING
             for j in range(count):
-                scores[j] = _score(bank[j, t], key_weights[m], eps)
+                scores[j] = dot(bank[j, t], key_weights[m]) * inverses[j]
                 top = max(top, scores[j])
             maximum[m, t] = top
             for j in range(count):
@@ -130,7 +137,7 @@ def _prepare(
                 _add(acc[m, t], share, bank[j, t])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _merge(
     partial: np.ndarray,
     acc: np.ndarray,

@@ -14,7 +14,8 @@ import torch
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mla.cpu_rows import attend_rows
 from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import float_rows, use_torch_threads
+from sglang_k3.kernels.row_math import float_rows
+from sglang_k3.kernels.threads import use_threads_for
 
 KEYS = 512
 """Cache rows gathered at a time: 1.2 MB of fp32 at 576 columns, which stays in a core's L2."""
@@ -43,15 +44,15 @@ def paged_attention_rows(
     out = torch.zeros(q.shape[0], q.shape[1], latent)
     lengths = cu_seqlens.diff()
     requests = torch.arange(lengths.shape[0]).repeat_interleave(lengths)
-    first = (prefix_lens - cu_seqlens[:-1])[requests] + torch.arange(requests.shape[0])
-    use_torch_threads()
+    positions = (prefix_lens - cu_seqlens[:-1])[requests] + torch.arange(requests.shape[0])
+    use_threads_for(int((positions + 1).sum()) * q.shape[1] * q.shape[2])
     attend_rows(
         float_rows(q),
         cache.as_strided(((cache.shape[0] - 1) * cache.stride(0) + cache.shape[1],), (1,)).numpy(),
         cache.stride(0),
         token_table.numpy(),
         request_rows[requests].numpy(),
-        first.numpy(),
+        positions.numpy(),
         np.float32(scale),
         out.numpy(),
     )

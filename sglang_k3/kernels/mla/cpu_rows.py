@@ -15,7 +15,7 @@ _HEADS = 8
 _ZERO = np.float32(0)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def attend_rows(
     q: np.ndarray,
     cache: np.ndarray,
@@ -47,11 +47,11 @@ def attend_rows(
             for j in range(count):
                 starts[j] = np.int64(token_table[table_rows[t], block + j]) * stride
             for h in range(first_head, last_head):
-                old_top = top[h - first_head]
+                old_top = np.float32(top[h - first_head])
                 new_top = old_top
                 for j in range(count):
                     scores[j] = dot(q[t, h], cache[starts[j] : starts[j] + width]) * scale
-                    new_top = max(new_top, scores[j])
+                    new_top = np.float32(max(new_top, scores[j]))
                 kept = exp(old_top - new_top)
                 row = out[t, h]
                 for d in range(latent):

@@ -16,20 +16,17 @@ from sglang_k3.kernels.linear.cpu import linear, linear_row_blocks
 from sglang_k3.kernels.moe import cpu_router  # noqa: F401  (registers moe.route)
 from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
 from sglang_k3.kernels.registry import Call
+from sglang_k3.kernels.row_math import fp32_or_bf16
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _not_fp64(call: Call) -> str | None:
-    return "its activation computes in float32" if call.dtype == torch.float64 else None
 
 
 def _fp32_only(call: Call) -> str | None:
     return None if call.dtype == torch.float32 else f"fixed row blocks are float32, not {call.dtype}"
 
 
-@registry.register("moe.experts", "by_expert", preference=10, supports=_not_fp64)
+@registry.register("moe.experts", "by_expert", preference=10, supports=fp32_or_bf16)
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -59,7 +56,7 @@ def experts_row_blocks(
     return _experts(linear_row_blocks, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
 
 
-@registry.register("moe.experts_mxfp4", "by_expert", preference=10, supports=_not_fp64)
+@registry.register("moe.experts_mxfp4", "by_expert", preference=10, supports=fp32_or_bf16)
 def experts_mxfp4(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -8,7 +8,8 @@ from numba import njit, prange
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.moe.reference import check_route
-from sglang_k3.kernels.row_math import exp, float_rows, sigmoid, use_torch_threads
+from sglang_k3.kernels.row_math import exp, float_rows, sigmoid
+from sglang_k3.kernels.threads import use_threads_for
 
 _ZERO = np.float32(0)
 _NOTHING = np.float32(-np.inf)
@@ -32,7 +33,7 @@ def route(
     ids = torch.empty(logits.shape[0], top_k, dtype=torch.int64)
     shift = torch.zeros(logits.shape[1]) if bias is None else bias.detach()
     group_votes = 1 if bias is None else 2
-    use_torch_threads()
+    use_threads_for(logits.numel() * top_k)
     _route(
         float_rows(logits),
         float_rows(shift),
@@ -48,7 +49,7 @@ def route(
     return weights, ids
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _softmax(logits: np.ndarray, scores: np.ndarray) -> None:
     top = _NOTHING
     for e in range(logits.shape[0]):
@@ -61,7 +62,7 @@ def _softmax(logits: np.ndarray, scores: np.ndarray) -> None:
         scores[e] /= total
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _mark_best(choice: np.ndarray, count: int, chosen: np.ndarray) -> None:
     """Set `chosen` at the `count` largest; among equals, and where nothing compares, at the lowest index."""
     chosen[:] = False
@@ -73,7 +74,7 @@ def _mark_best(choice: np.ndarray, count: int, chosen: np.ndarray) -> None:
         chosen[best] = True
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _drop_groups(choice: np.ndarray, groups: int, kept: int, votes: int) -> None:
     """Set to -inf all groups but the `kept` best by the sum of their `votes` largest entries."""
     size = choice.shape[0] // groups
@@ -92,7 +93,7 @@ def _drop_groups(choice: np.ndarray, groups: int, kept: int, votes: int) -> None
             choice[e] = _NOTHING
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _route(
     logits: np.ndarray,
     bias: np.ndarray,

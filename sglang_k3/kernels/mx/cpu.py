@@ -8,7 +8,7 @@ from numba import njit, prange
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mx.reference import BLOCK, E2M1, E8M0
-from sglang_k3.kernels.row_math import use_torch_threads
+from sglang_k3.kernels.threads import use_threads_for
 
 _CODES = np.array([*E2M1, *(-value for value in E2M1)], dtype=np.float32)
 _SCALES = np.array(E8M0, dtype=np.float32)
@@ -18,12 +18,12 @@ _SCALES = np.array(E8M0, dtype=np.float32)
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed u8 [R, C/2], scale u8 [R, C/32] -> [R, C] in dtype. Exact in fp32 and bf16."""
     out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=torch.float32)
-    use_torch_threads()
+    use_threads_for(packed.numel())
     _dequantize(packed.contiguous().numpy(), scale.contiguous().numpy(), _CODES, _SCALES, out.numpy())
     return out.to(dtype)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _dequantize(
     packed: np.ndarray, scale: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:

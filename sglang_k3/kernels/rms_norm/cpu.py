@@ -7,24 +7,20 @@ import torch
 from numba import njit, prange
 
 from sglang_k3.kernels import registry
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import dot, float_rows, use_torch_threads
+from sglang_k3.kernels.row_math import dot, float_rows, fp32_or_bf16
+from sglang_k3.kernels.threads import use_threads_for
 
 
-def _not_fp64(call: Call) -> str | None:
-    return "computes in float32" if call.dtype == torch.float64 else None
-
-
-@registry.register("rms_norm", "numba_rows", preference=10, exact=True, supports=_not_fp64)
+@registry.register("rms_norm", "numba_rows", preference=10, exact=True, supports=fp32_or_bf16)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, D], weight [D] -> [T, D] in x's dtype: x / sqrt(mean(x^2) + eps), rounded, times weight."""
     normed = torch.empty(x.shape, dtype=torch.float32)
-    use_torch_threads()
+    use_threads_for(x.numel())
     _normalise(float_rows(x), np.float32(eps), normed.numpy())
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _normalise(x: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
     width = x.shape[1]
     for t in prange(x.shape[0]):
