@@ -91,6 +91,12 @@ def _batch_invariant_mode(original, *args, **kwargs):
     logger.info("Exact mode runs on sglang-k3's row-invariant kernels; SGLang's Triton ones are left out.")
 
 
+def _bind_threads(original, *, numa_index, world_size):
+    from sglang_k3.platforms.cpu import bind_rank
+
+    return bind_rank(numa_index, world_size)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.model_loader.utils.get_model_architecture",
@@ -109,6 +115,13 @@ HOOKS = (
         _batch_invariant_mode,
         why="it replaces torch's CPU matmul by Triton kernels, which no CPU can launch",
         until="a platform can declare its own batch-invariant operators",
+    ),
+    Hook(
+        "sglang.srt.utils.numa_utils.init_threads_binding",
+        _bind_threads,
+        why="it asks for one NUMA node a rank, which no small machine has, and leaves the threads unbound "
+        "without SGLang's own CPU kernels",
+        until="a platform can bind its ranks",
     ),
 )
 

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
+
+from sglang_k3.kernels.registry import Call
 
 # SGLang calls kernels from several Python threads; numba's own fall-back pool aborts the process then.
 _config: Any = numba.config
@@ -47,13 +50,27 @@ _BIAS = np.int32(127)
 _MANTISSA_BITS = np.int32(23)
 
 
+def fp32_or_bf16(call: Call) -> str | None:
+    """A registry `supports` rule: these kernels compute in fp32, and read and write fp32 or bf16."""
+    if call.dtype in (torch.float32, torch.bfloat16):
+        return None
+    return f"computes float32 and bfloat16, not {call.dtype}"
+
+
 def use_torch_threads() -> None:
     """Let numba's next parallel region use as many threads as torch does (a thread-local setting)."""
     numba.set_num_threads(min(torch.get_num_threads(), _config.NUMBA_NUM_THREADS))
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A numpy view of a CPU tensor; bfloat16 appears as its uint16 bits. Writes go through."""
+    """A numpy view of a contiguous CPU tensor; bfloat16 appears as its uint16 bits. Writes go through.
+
+    Raises ValueError for a tensor that is not contiguous: kernels would be compiled again for it.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a pool must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
+        )
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()
     return tensor.numpy()
@@ -61,10 +78,10 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 def float_rows(tensor: torch.Tensor) -> np.ndarray:
     """fp32, C-contiguous numpy rows of a CPU tensor (no copy when it already is that)."""
-    return tensor.float().contiguous().numpy()
+    return tensor.detach().float().contiguous().numpy()
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def exp(x: np.float32) -> np.float32:
     """e^x in fp32 within 2 units in the last place; 0 below -87.3 (no subnormals), inf above 88.7."""
     power = np.floor(x * _LOG2_E + _HALF)
@@ -87,13 +104,13 @@ def exp(x: np.float32) -> np.float32:
     return y
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def sigmoid(x: np.float32) -> np.float32:
     """1 / (1 + e^-x) in fp32."""
     return _ONE / (_ONE + exp(-x))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def softplus(x: np.float32) -> np.float32:
     """log(1 + e^x) in fp32, as max(x, 0) + log(1 + e^-|x|)."""
     y = exp(-abs(x))
@@ -110,6 +127,8 @@ def _lane_sums(typing_context: Any, a: Any, b: Any, count: Any) -> Any:
     """sum of a[i] * b[i] over i < count (a multiple of LANES): lane j adds the i = j mod LANES in order,
     then lane j adds lane j + half, halving until one is left. Spelled in vector instructions because
     numba can't keep an array of running sums in registers."""
+    if not all(isinstance(x, types.Array) and x.layout == "C" and x.dtype == types.float32 for x in (a, b)):
+        raise TypingError(f"dot needs contiguous fp32 vectors, got {a} and {b}")
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         lanes = ir.VectorType(ir.FloatType(), LANES)
@@ -160,7 +179,7 @@ def _lane_sums(typing_context: Any, a: Any, b: Any, count: Any) -> Any:
     return types.float32(a, b, count), codegen
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     """a . b of two contiguous fp32 vectors [n]: LANES running sums over the whole blocks, then the
     remaining products in order."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from sglang_k3.models.config import K3Config
 from sglang_k3.models.names import (
+    ExpertMatrix,
+    ExpertPart,
     ExpertShard,
     Rule,
     canonical,
@@ -86,12 +89,13 @@ class Placement:
         expert = _EXPERT.fullmatch(rest)
         if expert is None:
             return self._layers[layer].get(rest)
-        number, matrix, part = int(expert[1]), expert[2], expert[3]
+        number = int(expert[1])
+        matrix, part = cast(ExpertMatrix, expert[2]), cast(ExpertPart, expert[3])
         if config.moe is None or not config.is_moe(layer) or number >= config.moe.num_experts:
             return None
         if part not in expert_parts(config):
             return None
-        return expert_rule(config, ExpertShard(number, matrix), part)  # type: ignore[arg-type]
+        return expert_rule(config, ExpertShard(number, matrix), part)
 
     def _hint(self, layer: int | None, rest: str) -> str:
         config = self.config
@@ -238,7 +242,7 @@ def _check(name: str, tensor: torch.Tensor, rule: Rule, config: K3Config) -> Non
 
 
 def _fill(name: str, parameter: nn.Parameter, tensor: torch.Tensor, shard: int | ExpertShard | None) -> None:
-    loader = getattr(parameter, "weight_loader", _copy)
+    loader: Callable[..., None] = getattr(parameter, "weight_loader", _copy)
     try:
         if shard is None:
             loader(parameter, tensor)

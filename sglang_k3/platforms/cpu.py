@@ -17,8 +17,11 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 logger = logging.getLogger(__name__)
 
-# torch.compile would spend 20 s on small helper functions at the first request.
+# The scheduler process inherits these. torch.compile would spend 20 s on small helper functions at the
+# first request. torch and numba bring an OpenMP runtime each, whose idle threads spin by default and take
+# the cores from one another: a decode step of a small model took 10 times longer.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def allowed_cores() -> list[int]:
@@ -26,21 +29,26 @@ def allowed_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def split_cores(cores: list[int], ranks: int) -> str:
-    """SGLang's SGLANG_CPU_OMP_THREADS_BIND value that gives each rank its own cores, such as "0,1|2,3".
-
-    With more ranks than cores several ranks share one: slow, but it starts.
-    """
+def cores_of_rank(cores: list[int], rank: int, ranks: int) -> list[int]:
+    """An even share of the cores for each rank. With more ranks than cores several share one: slow, but
+    it starts."""
     if ranks > len(cores):
-        groups = [[cores[rank % len(cores)]] for rank in range(ranks)]
-    else:
-        share, extra = divmod(len(cores), ranks)
-        groups, start = [], 0
-        for rank in range(ranks):
-            width = share + (rank < extra)
-            groups.append(cores[start : start + width])
-            start += width
-    return "|".join(",".join(map(str, group)) for group in groups)
+        return [cores[rank % len(cores)]]
+    return cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+
+
+def bind_rank(rank: int, ranks: int) -> list[int]:
+    """Give this worker process its cores and as many torch threads (numba takes torch's number).
+
+    torch's own default counts the machine's cores, not those the process may use. An explicit
+    OMP_NUM_THREADS wins.
+    """
+    cores = cores_of_rank(allowed_cores(), rank, ranks)
+    os.sched_setaffinity(0, cores)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(cores))
+    logger.info("rank %d of %d: cores %s, %d threads", rank, ranks, cores, torch.get_num_threads())
+    return cores
 
 
 class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -56,11 +64,6 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_k3 import upstream
 
         upstream.verify()
-        ranks = server_args.tp_size * server_args.pp_size
-        if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
-            # SGLang asks for one NUMA node a rank otherwise, which no small machine has.
-            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = split_cores(allowed_cores(), ranks)
-            logger.info("CPU cores of the %d ranks: %s", ranks, os.environ["SGLANG_CPU_OMP_THREADS_BIND"])
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -74,9 +77,3 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_k3.moe.quantization import CompressedTensorsOrMxfp4
 
         return CompressedTensorsOrMxfp4
-
-    def init_backend(self) -> None:
-        """Once in each worker: as many threads as the process has cores (torch's own default counts the
-        machine's, which oversubscribes a container; an explicit OMP_NUM_THREADS wins)."""
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(len(allowed_cores()))

@@ -8,19 +8,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.row_math import dot, float_rows, sigmoid, use_torch_threads
+from sglang_k3.kernels.registry import register
+from sglang_k3.kernels.row_math import dot, float_rows, fp32_or_bf16, sigmoid, use_torch_threads
 
 _ONE = np.float32(1)
 
 
-def _refusal(call: Call) -> str | None:
-    if call.dtype in (torch.float32, torch.bfloat16):
-        return None
-    return f"computes float32 and bfloat16, not {call.dtype}"
-
-
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _head(o, gate, weight, eps, y) -> None:
     """One row [V] of each argument."""
     factor = _ONE / math.sqrt(dot(o, o) / np.float32(o.shape[0]) + eps)
@@ -28,13 +22,13 @@ def _head(o, gate, weight, eps, y) -> None:
         y[i] = o[i] * factor * weight[i] * sigmoid(gate[i])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _heads(o, gate, weight, eps, y) -> None:
     for row in prange(o.shape[0]):
         _head(o[row], gate[row], weight, eps, y[row])
 
 
-@register("gated_rms_norm", "numba", preference=10, exact=True, supports=_refusal)
+@register("gated_rms_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def gated_rms_norm(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `reference.gated_rms_norm`."""
     rows = (o.shape[0] * o.shape[1], o.shape[2])

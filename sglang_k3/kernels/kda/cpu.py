@@ -6,18 +6,23 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
-from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.row_math import array_of, exp, float_rows, sigmoid, softplus, use_torch_threads
+from sglang_k3.kernels.registry import register
+from sglang_k3.kernels.row_math import (
+    array_of,
+    exp,
+    float_rows,
+    fp32_or_bf16,
+    sigmoid,
+    softplus,
+    use_torch_threads,
+)
+
+__all__ = ["decode", "extend_chunk", "extend_recurrent", "gate"]
 
 
-def _refusal(call: Call) -> str | None:
-    if call.dtype in (torch.float32, torch.bfloat16):
-        return None
-    return f"computes float32 and bfloat16, not {call.dtype}"
-
-
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _head_gate(f, bias, rate, bounded, lower_bound, g) -> None:
     if bounded:
         for i in range(f.shape[0]):
@@ -27,7 +32,7 @@ def _head_gate(f, bias, rate, bounded, lower_bound, g) -> None:
             g[i] = -rate * softplus(f[i] + bias[i])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _gate(f, b, A_log, dt_bias, bounded, lower_bound, g, beta) -> None:
     heads = g.shape[1]
     for item in prange(g.shape[0] * heads):
@@ -37,7 +42,7 @@ def _gate(f, b, A_log, dt_bias, bounded, lower_bound, g, beta) -> None:
         _head_gate(f[t, h], dt_bias[h], exp(A_log[h]), bounded, lower_bound, g[t, h])
 
 
-@register("kda.gate", "numba", preference=10, exact=True, supports=_refusal)
+@register("kda.gate", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def gate(
     f: torch.Tensor,
     b: torch.Tensor,
@@ -65,7 +70,7 @@ def gate(
     return g, beta
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _walk(
     q, k, v, g, beta, state_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, scale, o
 ) -> None:
@@ -123,7 +128,7 @@ def _run(
     return o.to(v.dtype)
 
 
-@register("kda.extend", "recurrent", preference=10, exact=True, supports=_refusal)
+@register("kda.extend", "recurrent", preference=10, exact=True, supports=fp32_or_bf16)
 def extend_recurrent(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -155,7 +160,7 @@ def extend_recurrent(
     )
 
 
-@register("kda.decode", "numba", preference=10, exact=True, supports=_refusal)
+@register("kda.decode", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def decode(
     q: torch.Tensor,
     k: torch.Tensor,

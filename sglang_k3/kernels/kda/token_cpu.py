@@ -23,7 +23,7 @@ _Q, _K, _DECAY, _DECAYED_Q, _DECAYED_K, _ROW = range(6)
 SCRATCH_ROWS = 6
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def advance_row(row, decay, k, decayed_k, decayed_q, key_query, value, beta):
     """One row [K] of S, in place: S <- S d + u k with u = beta (v - (S d) . k); returns (S d + u k) . q.
 
@@ -66,7 +66,7 @@ def _put_back_for(values, row):
     return lambda values, row: narrow(values, row)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def token(q, k, v, g, beta, scale, state, scratch, o) -> None:
     """One token of one head, in place on its state.
 

@@ -6,26 +6,28 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.row_math import array_of, float_rows, narrow, sigmoid, use_torch_threads, widen
+from sglang_k3.kernels.registry import register
+from sglang_k3.kernels.row_math import (
+    array_of,
+    float_rows,
+    fp32_or_bf16,
+    narrow,
+    sigmoid,
+    use_torch_threads,
+    widen,
+)
 
 _BLOCK = 1024  # channels a thread takes at a time, so that one block's rows and taps stay in L1
 _ZERO = np.float32(0)
 
 
-def _refusal(call: Call) -> str | None:
-    if call.dtype in (torch.float32, torch.bfloat16):
-        return None
-    return f"computes float32 and bfloat16, not {call.dtype}"
-
-
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _add_tap(tap, row, y) -> None:
     for c in range(y.shape[0]):
         y[c] += tap[c] * row[c]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _token(x, history, taps, begin, token, first, y) -> None:
     """y [B] = SiLU(sum over taps, oldest row first), for the B channels from `first`.
 
@@ -43,7 +45,7 @@ def _token(x, history, taps, begin, token, first, y) -> None:
         y[c] *= sigmoid(y[c])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _keep_window(x, history, begin, count, first, window) -> None:
     """window [W - 1, C] = the last W - 1 rows of (history, then x[begin : begin + count]), for one block."""
     rows = history.shape[0]
@@ -56,7 +58,7 @@ def _keep_window(x, history, begin, count, first, window) -> None:
             narrow(history[row + rows], window[j, first:last])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _convolve(x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, y) -> None:
     channels = x.shape[1]
     for block in prange((channels + _BLOCK - 1) // _BLOCK):
@@ -108,7 +110,7 @@ def _run(
     return y.to(x.dtype)
 
 
-@register("short_conv.extend", "numba", preference=10, exact=True, supports=_refusal)
+@register("short_conv.extend", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def extend(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -132,7 +134,7 @@ def extend(
     )
 
 
-@register("short_conv.decode", "numba", preference=10, exact=True, supports=_refusal)
+@register("short_conv.decode", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def decode(
     x: torch.Tensor, weight: torch.Tensor, window_pool: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
