@@ -39,7 +39,8 @@ _PAD = SPECIAL_TOKENS.index("[PAD]") + 256
 TOKEN_IDS = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_RMS = math.sqrt(sum(value**2 for value in _E2M1) / len(_E2M1))
+# RMS of uniform random codes under scales of 1/2, 1 and 2.
+_MXFP4_RMS = math.sqrt(sum(value**2 for value in _E2M1) / len(_E2M1) * (0.25 + 1.0 + 4.0) / 3.0)
 
 
 def make(
@@ -282,7 +283,7 @@ def _expert_part(spec: CheckpointTensor, config: K3Config, seed: int) -> torch.T
     groups = -(-columns // MXFP4_GROUP)
     generator = tensor_generator(stem, seed)
     codes = torch.randint(0, 256, (rows, groups * MXFP4_GROUP // 2), generator=generator, dtype=torch.uint8)
-    wanted = _EXPERT_GAINS[stem.rpartition(".")[2]] / math.sqrt(columns) / _E2M1_RMS
+    wanted = _EXPERT_GAINS[stem.rpartition(".")[2]] / math.sqrt(columns) / _MXFP4_RMS
     spread = torch.randint(-1, 2, (rows, groups), generator=generator)
     scale = (round(math.log2(wanted)) + 127 + spread).to(torch.uint8)
     if part == "weight_scale":
