@@ -9,13 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_k3.attention_backends import NAME
-from sglang_k3.upstream import ARCHITECTURES
+from sglang_k3.upstream import ARCHITECTURES, PLUGIN
 
 
 def _architecture(server_args: Any) -> str:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     return (model_config_of(server_args).hf_config.architectures or [""])[0]
+
+
+def refuse_without_plugin(server_args: Any) -> None:
+    """Raises ValueError for a Kimi model when SGLANG_PLUGINS leaves our general plugin out."""
+    architecture = _architecture(server_args)
+    if architecture in ARCHITECTURES:
+        raise ValueError(
+            f"{architecture} on a CPU needs the plugin {PLUGIN}, which SGLANG_PLUGINS leaves out: "
+            f"add {PLUGIN} to it, or unset it"
+        )
 
 
 def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -52,11 +62,6 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         )
     config = model_config_of(server_args)
     if _architecture(server_args) not in ARCHITECTURES:
-        if view.enable_deterministic_inference:
-            raise ValueError(
-                "--enable-deterministic-inference on a CPU is implemented for Kimi models only, not for "
-                f"{_architecture(server_args)}. Leave it out."
-            )
         return
     if view.enable_deterministic_inference and str(config.dtype) != "torch.float32":
         raise ValueError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 VALIDATED_SGLANG = "0.5.23"
+PLUGIN = "k3"  # our entry point's name in the group sglang.srt.plugins
 
 # Architecture names stay upstream's, so SGLang's own tables about them (MLA cache, radix cache, chat
 # encoding, parsers) keep working; our classes answer for them.
@@ -306,6 +308,12 @@ def register() -> None:
     for hook in HOOKS:
         _originals[hook.target] = _attribute(hook.target)
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+
+
+def left_out() -> bool:
+    """Whether the user's SGLANG_PLUGINS keeps our general plugin from being loaded."""
+    names = os.environ.get("SGLANG_PLUGINS")
+    return names is not None and PLUGIN not in {name.strip() for name in names.split(",")}
 
 
 def failures() -> list[str]:

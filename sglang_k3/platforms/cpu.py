@@ -61,9 +61,16 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def apply_server_args_defaults(self, server_args) -> None:
-        from sglang_k3 import upstream
+        """Runs in the main process, whether or not the general plugin was let in."""
+        from sglang_k3 import arguments, upstream
 
-        upstream.verify()
+        if upstream.left_out():
+            arguments.refuse_without_plugin(server_args)
+        else:
+            upstream.verify()
+        if server_args.attention_backend == "intel_amx":
+            # SGLang's default for a CPU; it needs a build of its kernels that no package index carries.
+            server_args.attention_backend = "torch_native"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

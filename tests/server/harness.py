@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -85,10 +86,8 @@ class Server:
 
     def close(self) -> None:
         """Ends every process of the server's session."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def __enter__(self) -> Server:
@@ -131,7 +130,9 @@ class Server:
             finish=meta["finish_reason"]["type"],
         )
 
-    def generate_all(self, prompts: list[list[int]], tokens: int, at_once: int, **options: Any) -> list[Reply]:
+    def generate_all(
+        self, prompts: list[list[int]], tokens: int, at_once: int, **options: Any
+    ) -> list[Reply]:
         """Every prompt, `at_once` in flight, in the order given."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, tokens, **options), prompts))

@@ -1,0 +1,37 @@
+"""Checkpoints that the server tests share."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from sglang_k3.testing.random_checkpoint import make
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 95, 97, 128, 200, 256, 333, 512, 513, 700, 1000, 1500)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that checkpoints are made in."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def packed_k3(checkpoints: Path) -> Path:
+    """K3 in float32 with packed MXFP4 experts, 13 layers of every kind."""
+    return make("k3", checkpoints / "packed_k3", dtype="float32", experts="mxfp4")
+
+
+@pytest.fixture(scope="session")
+def bf16_k3(checkpoints: Path) -> Path:
+    """The same in bfloat16."""
+    return make("k3", checkpoints / "bf16_k3", dtype="bfloat16", experts="mxfp4")
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """20 prompts of 1 to 1,500 tokens; none is another's prefix."""
+    draw = random.Random(5)
+    return [[draw.randrange(256) for _ in range(length)] for length in LENGTHS]

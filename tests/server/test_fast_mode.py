@@ -1,0 +1,100 @@
+"""The fast mode on real servers: right up to rounding, tokens by the margin rule."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_k3.models.reference import ReferenceModel, Trace
+from tests.server.harness import Server
+from tests.server.margin import Verdict, check
+
+NEW_TOKENS = 16
+POOLS = ("--max-total-tokens", "16384", "--max-mamba-cache-size", "60")
+
+
+def compare(model: Path, prompts: list[list[int]], log: Path, *flags: str) -> list[Verdict]:
+    oracle = ReferenceModel.from_checkpoint(model, torch.float64)
+    with Server(model, log, *POOLS, *flags) as server:
+        server.flush()
+        cold = server.generate_all(prompts, NEW_TOKENS, at_once=8)
+        warm = server.generate_all(prompts, NEW_TOKENS, at_once=8)
+    assert sum(reply.cached > 0 for reply in warm) >= 8
+    return [
+        check(oracle, prompt, reply.ids, reply.logprobs)
+        for replies in (cold, warm)
+        for prompt, reply in zip(prompts, replies, strict=True)
+    ]
+
+
+def test_float32_tokens_are_the_reference_models_cold_and_from_the_cache(
+    packed_k3: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    verdicts = compare(
+        packed_k3,
+        prompts,
+        tmp_path / "log",
+        "--dtype",
+        "float32",
+        "--page-size",
+        "16",
+        "--chunked-prefill-size",
+        "512",
+    )
+    error = max(verdict.largest_logprob_error for verdict in verdicts)
+    excused = sum(verdict.excused for verdict in verdicts)
+    compared = sum(verdict.compared for verdict in verdicts)
+    print(f"{compared} positions compared, {excused} excused, largest logprob error {error:.2e}")
+    assert [verdict.wrong for verdict in verdicts] == [()] * len(verdicts)
+    assert compared >= 0.9 * len(verdicts) * NEW_TOKENS
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("preset", ["kimi-linear", "kimi-linear-transformers"])
+def test_kimi_linear_is_served_by_the_same_classes_in_both_dialects(
+    preset: str, checkpoints: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    from sglang_k3.testing.random_checkpoint import make
+
+    model = make(preset, checkpoints / preset)
+    verdicts = compare(model, prompts[:16], tmp_path / "log", "--dtype", "float32", "--page-size", "16")
+    assert [verdict.wrong for verdict in verdicts] == [()] * len(verdicts)
+    assert max(verdict.largest_logprob_error for verdict in verdicts) < 1e-2
+
+
+def test_bfloat16_layers_point_where_the_reference_points(
+    bf16_k3: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Cosine of each token's hidden state in front of each layer, and how often a router chose otherwise."""
+    chosen = [prompt for prompt in prompts if len(prompt) in (1, 17, 64, 200, 513)]
+    (tmp_path / "prompts.json").write_text(json.dumps(chosen))
+    output = tmp_path / "layers.pt"
+    command = [sys.executable, "-m", "tests.server.layer_probe", str(bf16_k3)]
+    command += [str(tmp_path / "prompts.json"), str(output), "--disable-radix-cache", *POOLS]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=600)
+    served = torch.load(output)
+
+    oracle = ReferenceModel.from_checkpoint(bf16_k3, torch.float32)
+    cosines: list[list[torch.Tensor]] = [[] for _ in range(oracle.config.num_layers)]
+    other = total = 0
+    for prompt, result in zip(chosen, served, strict=True):
+        trace = Trace()
+        oracle.forward(prompt, trace=trace)
+        for layer, expected in enumerate(trace.mixtures):
+            got = result["hidden"][layer]
+            cosines[layer].append(torch.cosine_similarity(got, expected, dim=-1))
+        for layer, experts in trace.experts.items():
+            other += int((result["experts"][layer] != experts).any(-1).sum())
+            total += experts.shape[0]
+    print(f"share of tokens with another expert set: {other / total:.4f} of {total}")
+    for layer, parts in enumerate(cosines):
+        values = torch.cat(parts)
+        median, first = values.median().item(), values.quantile(0.01).item()
+        print(f"layer {layer:2d}: median cosine {median:.6f}, first percentile {first:.6f}")
+        assert median >= 0.999
+        assert first >= 0.98
