@@ -1,0 +1,113 @@
+"""The kernel registry: refusals are named, exact calls stay exact, the choice is the preferred one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang_k3.kernels import registry
+from sglang_k3.kernels.registry import Call, NoImplementation
+
+OPERATOR = "test.operator"
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An operator of the test's own; every choice made while it exists is forgotten."""
+    registry.load()
+    monkeypatch.setattr(registry, "_choices", {})
+    yield OPERATOR
+    registry._implementations.pop(OPERATOR, None)
+
+
+def _add(name: str, answer: object, **options: object) -> None:
+    registry.register(OPERATOR, name, **options)(lambda: answer)  # pyright: ignore[reportArgumentType]
+
+
+def _call(exact: bool = False, **dims: int) -> Call:
+    return Call(device="cpu", dtype=torch.float32, exact=exact, dims=dims)
+
+
+def test_the_preferred_implementation_that_takes_the_call_is_chosen(operator: str) -> None:
+    _add("slow", "slow", preference=1)
+    _add("wide", "wide", preference=9, supports=lambda call: "K is odd" if call.dims["K"] % 2 else None)
+    assert registry.choose(operator, _call(K=4))() == "wide"
+    assert registry.choose(operator, _call(K=5))() == "slow"
+
+
+def test_refusals_before_the_choice_are_named_and_logged_once(
+    operator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _add("slow", "slow", preference=1)
+    _add("wide", "wide", preference=9, supports=lambda call: "K is odd")
+    _add("npu", "npu", preference=8, device="npu")
+    with caplog.at_level(logging.INFO, registry.logger.name):
+        chosen, refused = registry.resolve(operator, _call(K=5))
+        registry.resolve(operator, _call(K=5))
+    assert chosen.name == "slow"
+    assert refused == (("wide", "K is odd"), ("npu", "runs on npu, not on cpu"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{operator} -> slow (refused wide: K is odd; npu: runs on npu, not on cpu)"
+    ]
+
+
+def test_no_implementation_lists_every_reason(operator: str) -> None:
+    _add("wide", "wide", preference=9, supports=lambda call: "K is odd")
+    _add("npu", "npu", preference=8, device="npu")
+    _add("reference", "reference", preference=0, device="any")
+    with pytest.raises(NoImplementation) as caught:
+        registry.choose(operator, _call(exact=True))
+    message = str(caught.value)
+    assert operator in message
+    for refusal in (
+        "wide: its rows are not batch-invariant",
+        "npu: runs on npu, not on cpu",
+        "reference: its rows are not batch-invariant",
+    ):
+        assert refusal in message
+
+
+def test_an_exact_call_passes_over_a_preferred_form_that_is_not(operator: str) -> None:
+    _add("fast", "fast", preference=9)
+    _add("exact", "exact", preference=1, exact=True)
+    assert registry.choose(operator, _call())() == "fast"
+    assert registry.choose(operator, _call(exact=True))() == "exact"
+
+
+def test_a_name_is_taken_once(operator: str) -> None:
+    _add("fast", 1, preference=9)
+    with pytest.raises(ValueError, match="already has an implementation named 'fast'"):
+        _add("fast", 2, preference=9)
+    assert registry.choose(operator, _call())() == 1
+
+
+def test_an_unknown_operator_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(KeyError, match=r"unknown operator 'lineer'.*rms_norm"):
+        registry.implementations("lineer")
+
+
+def test_loading_again_registers_nothing_twice() -> None:
+    registry.load()
+    before = {name: len(registry.implementations(name)) for name in registry.operators()}
+    registry.load()
+    assert {name: len(registry.implementations(name)) for name in registry.operators()} == before
+
+
+@pytest.mark.parametrize("operator_name", registry.operators())
+def test_every_operator_has_one_oracle_and_an_exact_fp32_form_on_a_cpu(operator_name: str) -> None:
+    entries = registry.implementations(operator_name)
+    assert [entry.name for entry in entries if entry.preference == 0] == ["reference"]
+    assert entries[-1].device == "any"
+    chosen, _ = registry.resolve(operator_name, _call(exact=True))
+    assert chosen.exact
+    fast, _ = registry.resolve(operator_name, _call())
+    assert fast.preference >= chosen.preference
+
+
+@pytest.mark.parametrize("operator_name", ["linear", "linear_batched", "mla.paged_attention", "moe.experts"])
+def test_exact_bf16_products_are_refused_with_the_type_named(operator_name: str) -> None:
+    with pytest.raises(NoImplementation, match=r"not torch\.bfloat16"):
+        registry.choose(operator_name, Call(device="cpu", dtype=torch.bfloat16, exact=True))
