@@ -8,7 +8,6 @@ says "block_sparse_moe.".
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ class ExpertShard(NamedTuple):
     matrix: ExpertMatrix
 
 
-@dataclass(frozen=True)
-class CheckpointTensor:
+class CheckpointTensor(NamedTuple):
     """A tensor as a checkpoint stores it."""
 
     name: str
@@ -41,8 +39,7 @@ class CheckpointTensor:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A canonical name (without "model.layers.N."), its shape, and where it goes.
 
     dtype None stands for the model's dtype. shard is what the parameter's weight_loader takes as
