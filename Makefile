@@ -38,13 +38,15 @@ $(CHECKPOINT)/config.json: $(STAMP) sglang_k3/testing/random_checkpoint.py
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 	@touch $(CHECKPOINT)/config.json
 
+# Room for 8 requests and their cached prefixes; SGLang would take most of the machine's memory otherwise.
+FLAGS := --model-path $(CHECKPOINT) --device cpu --max-running-requests 8 --max-mamba-cache-size 64 \
+	--max-total-tokens 32768
+
 serve: $(CHECKPOINT)/config.json
-	$(BIN)/python -m sglang.launch_server --model-path $(CHECKPOINT) --device cpu \
-		--host 127.0.0.1 --port $(PORT) --max-running-requests 8 --max-mamba-cache-size 48 \
-		--max-total-tokens 32768 $(ARGS)
+	$(BIN)/python -m sglang.launch_server $(FLAGS) --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 demo: $(CHECKPOINT)/config.json
-	$(BIN)/python -m sglang_k3.testing.demo $(CHECKPOINT)
+	$(BIN)/python -m sglang_k3.testing.demo $(FLAGS) $(ARGS)
 
 doctor: $(STAMP)
 	$(BIN)/sglang-k3 doctor
