@@ -1,0 +1,137 @@
+"""What the backends derive from a batch: ranges, fresh states, checkpoints to keep."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_k3.attention_backends.metadata import NO_TRACK, BatchMetadata
+
+
+class Mode:
+    """The questions a forward mode answers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode_or_idle(self) -> bool:
+        return self.name in ("decode", "idle")
+
+    def is_target_verify(self) -> bool:
+        return self.name == "verify"
+
+    def is_draft_extend_v2(self) -> bool:
+        return False
+
+
+class Pool:
+    """Request row r owns slot 10 + r; row 0 is the padding row and owns the reserved slot 0."""
+
+    def get_mamba_indices(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows == 0, 0, rows + 10).to(torch.int32)
+
+    def translate_mamba_indices(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+
+def batch(mode: str, rows: list[int], **fields: object) -> SimpleNamespace:
+    values: dict[str, object] = {
+        "mamba_track_mask": None,
+        "mamba_track_indices": None,
+        "mamba_track_seqlens": None,
+    }
+    values |= {
+        name: torch.tensor(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return SimpleNamespace(
+        logical_forward_mode=Mode(mode), req_pool_indices=torch.tensor(rows, dtype=torch.int64), **values
+    )
+
+
+def build(*args, **fields) -> BatchMetadata:
+    return BatchMetadata.build(batch(*args, **fields), Pool())  # type: ignore[arg-type]
+
+
+def test_an_extend_batch_has_ranges_prefixes_and_fresh_states() -> None:
+    built = build("extend", [3, 1, 2], extend_prefix_lens=[0, 64, 5], extend_seq_lens=[7, 1, 0])
+    assert not built.decode
+    assert built.cu_seqlens.tolist() == [0, 7, 8, 8]
+    assert built.prefix_lens.tolist() == [0, 64, 5]
+    assert built.fresh.tolist() == [True, False, False]
+    assert built.slots.tolist() == [13, 11, 12]
+    assert built.track_offsets.tolist() == [NO_TRACK] * 3
+    assert built.track_slots.tolist() == [NO_TRACK] * 3
+
+
+def test_a_decode_batch_attends_to_everything_before_its_token() -> None:
+    built = build("decode", [2, 0], seq_lens=[9, 1])
+    assert built.decode
+    assert built.cu_seqlens.tolist() == [0, 1, 2]
+    assert built.prefix_lens.tolist() == [8, 0]
+    assert built.slots.tolist() == [12, 0]
+    assert built.copy_to.tolist() == []
+
+
+@pytest.mark.parametrize("mode", ["decode", "idle", "extend"])
+def test_a_batch_of_no_requests_has_no_ranges(mode: str) -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    built = build(mode, [], seq_lens=empty, extend_prefix_lens=empty, extend_seq_lens=empty)
+    assert built.cu_seqlens.tolist() == [0]
+    assert built.slots.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "length", "tracked", "offset"),
+    [
+        (0, 64, 64, 64),  # the end of the chunk, on the grid
+        (0, 100, 100, 64),  # the last boundary inside
+        (64, 130, 64 + 130, 128),
+        (0, 256, 128 + 1, 128),  # SGLang adds one to name a boundary that is not the end
+        (37, 70, 37 + 70, 64),  # boundaries count from the chunk's own start
+    ],
+)
+def test_a_tracked_chunk_keeps_its_last_boundary(prefix: int, length: int, tracked: int, offset: int) -> None:
+    built = build(
+        "extend",
+        [1],
+        extend_prefix_lens=[prefix],
+        extend_seq_lens=[length],
+        mamba_track_mask=[True],
+        mamba_track_indices=[44],
+        mamba_track_seqlens=[tracked],
+    )
+    assert built.track_offsets.tolist() == [offset]
+    assert built.track_slots.tolist() == [44]
+
+
+def test_rows_without_a_track_slot_are_not_tracked() -> None:
+    built = build(
+        "extend",
+        [1, 2, 3],
+        extend_prefix_lens=[0, 0, 0],
+        extend_seq_lens=[64, 64, 64],
+        mamba_track_mask=[True, False, True],
+        mamba_track_indices=[-1, 45, 46],
+        mamba_track_seqlens=[64, 64, 64],
+    )
+    assert built.track_slots.tolist() == [NO_TRACK, NO_TRACK, 46]
+    assert built.track_offsets.tolist() == [NO_TRACK, NO_TRACK, 64]
+
+
+def test_a_decode_step_on_a_boundary_copies_only_the_masked_slots() -> None:
+    built = build(
+        "decode",
+        [1, 2, 3],
+        seq_lens=[256, 255, 256],
+        mamba_track_mask=[True, False, True],
+        mamba_track_indices=[44, 45, -1],
+    )
+    assert built.copy_from.tolist() == [11]
+    assert built.copy_to.tolist() == [44]
+
+
+def test_verify_is_refused_without_a_speculative_worker() -> None:
+    with pytest.raises(ValueError, match="speculative worker"):
+        build("verify", [1], seq_lens=[5])
