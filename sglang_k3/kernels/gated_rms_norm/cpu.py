@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.row_math import dot, float_rows, fp32_or_bf16, sigmoid, use_torch_threads
+from sglang_k3.kernels.row_math import dot, float_rows, fp32_or_bf16, sigmoid
+from sglang_k3.kernels.split import over_items
 
 _ONE = np.float32(1)
 
@@ -22,9 +23,9 @@ def _head(o, gate, weight, eps, y) -> None:
         y[i] = o[i] * factor * weight[i] * sigmoid(gate[i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _heads(o, gate, weight, eps, y) -> None:
-    for row in prange(o.shape[0]):
+@njit(cache=True, nogil=True, error_model="numpy")
+def _heads(first, last, o, gate, weight, eps, y) -> None:
+    for row in range(first, last):
         _head(o[row], gate[row], weight, eps, y[row])
 
 
@@ -33,8 +34,10 @@ def gated_rms_norm(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     """See `reference.gated_rms_norm`."""
     rows = (o.shape[0] * o.shape[1], o.shape[2])
     y = torch.empty(gate.shape, dtype=torch.float32)
-    use_torch_threads()
-    _heads(
+    over_items(
+        _heads,
+        rows[0],
+        o.numel(),
         float_rows(o).reshape(rows),
         float_rows(gate).reshape(rows),
         float_rows(weight),

@@ -23,7 +23,8 @@ from sglang_k3.kernels.kda.chunk_rows_cpu import (
     solve_chunks,
 )
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.row_math import float_rows, fp32_or_bf16, use_torch_threads
+from sglang_k3.kernels.row_math import float_rows, fp32_or_bf16
+from sglang_k3.kernels.split import over_items
 
 _CHUNK_HEADS = 64  # worked on together: about 18 MB at K = V = 128, so that a last-level cache holds them
 
@@ -94,7 +95,10 @@ def _factor(
     """Everything about these chunks that doesn't need the state before them, into the buffers."""
     used = counts.shape[0] * heads
     b = buffers
-    factor_chunks(
+    over_items(
+        factor_chunks,
+        used,
+        b.from_state.numel(),
         inputs.q,
         inputs.k,
         inputs.v,
@@ -113,7 +117,10 @@ def _factor(
         b.mixing.numpy(),
     )
     below = torch.matmul(b.left[:used], b.right[:used].transpose(-1, -2))
-    solve_chunks(
+    over_items(
+        solve_chunks,
+        used,
+        b.from_state.numel(),
         below.numpy(),
         b.coupling.numpy(),
         counts,
@@ -168,7 +175,15 @@ def _walk_together(
             width = len(active) * heads
             _advance(state[: len(active)].view(width, value_dim, key_dim), buffers, slice(row, row + width))
             row += width
-        scatter_chunks(buffers.outputs.numpy(), begins, counts, o.numpy())
+        over_items(
+            scatter_chunks,
+            counts.shape[0] * heads,
+            buffers.outputs.numel(),
+            buffers.outputs.numpy(),
+            begins,
+            counts,
+            o.numpy(),
+        )
 
     for i, walk in enumerate(walks):
         if walk.track_at == len(walk.begins) and track_slots[walk.request] >= 0:
@@ -201,7 +216,6 @@ def extend_chunk(
     walks.sort(key=lambda walk: -len(walk.begins))
     inputs = _Inputs(*map(float_rows, (q, k, v, g, beta)))
     per_group = max(1, _CHUNK_HEADS // q.shape[1])
-    use_torch_threads()
     for first in range(0, len(walks), per_group):
         _walk_together(
             walks[first : first + per_group],

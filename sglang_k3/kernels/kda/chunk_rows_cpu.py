@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
 from sglang_k3.kernels.row_math import dot, exp
@@ -21,9 +21,21 @@ BLOCKS_BELOW = CHUNK // BLOCK - 1
 _EPS = np.float32(NORM_EPS)
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-# A past token that has decayed to this weight is 8 digits below fp32's last place. Without a floor the factors
-# become subnormal, and matrix products of subnormals run 20 times slower.
+# A past token that has decayed to this weight is 8 digits below fp32's last place. Without a floor the
+# factors become subnormal, and matrix products of subnormals can be many times slower.
 _NEGLIGIBLE = np.float32(2.0**-50)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _fill(value, row) -> None:
+    for i in range(row.shape[0]):
+        row[i] = value
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _clear(rows) -> None:
+    for i in range(rows.shape[0]):
+        _fill(_ZERO, rows[i])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -55,7 +67,8 @@ def _subtract(factor, row, out) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def _decayed_before(k, decay, end, out) -> None:
     """out[j] = k[j] times the decays over (j, end), for j < end."""
-    product = np.ones(k.shape[1], np.float32)
+    product = np.empty(k.shape[1], np.float32)
+    _fill(_ONE, product)
     for back in range(end):
         j = end - 1 - back
         _times(k[j], product, out[j])
@@ -68,7 +81,7 @@ def _diagonal_block(q, k, decay, beta, start, end, coupling, mixing) -> None:
     product = np.empty(k.shape[1], np.float32)
     weight = np.empty(k.shape[1], np.float32)
     for j in range(start, end):
-        product[:] = _ONE
+        _fill(_ONE, product)
         mixing[j, j] = dot(q[j], k[j])
         for i in range(j + 1, end):
             _decay(product, decay[i])
@@ -78,34 +91,78 @@ def _diagonal_block(q, k, decay, beta, start, end, coupling, mixing) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _factor_chunk(q, k, decay, beta, count, from_state, tail, total, left, right, coupling, mixing) -> None:
-    """`factor_chunks` for one chunk of one head; q, k normalised and q scaled, each [CHUNK, K]."""
-    product = np.ones(k.shape[1], np.float32)
+def _rows_of_head(q, k, v, g, beta, scale, begin, count, h, queries, keys, decay, steps, values) -> None:
+    """Head h's rows of the chunk's tokens: q and k normalised, e^g, beta, and beta v."""
     for i in range(count):
-        _decay(product, decay[i])
-        _times(k[i], product, from_state[i])
-        _scaled(from_state[i], -beta[i], from_state[i])
-        _times(q[i], product, from_state[CHUNK + i])
-    total[:] = product
-    _decayed_before(k, decay, count, tail)
+        t = begin + i
+        steps[i] = beta[t, h]
+        _scaled(q[t, h], scale * (_ONE / math.sqrt(dot(q[t, h], q[t, h]) + _EPS)), queries[i])
+        _scaled(k[t, h], _ONE / math.sqrt(dot(k[t, h], k[t, h]) + _EPS), keys[i])
+        for c in range(decay.shape[1]):
+            decay[i, c] = exp(g[t, h, c])
+        _scaled(v[t, h], steps[i], values[i])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _factor_chunk(
+    q, k, v, g, beta, scale, begin, count, h, from_state, values, tail, total, left, right, coupling, mixing
+) -> None:
+    """`factor_chunks` for one chunk-head: tokens begin .. begin + count of head h."""
+    _clear(from_state)
+    _clear(values)
+    _clear(tail)
+    _clear(mixing)
+    for n in range(BLOCKS_BELOW):
+        _clear(left[n])
+        _clear(right[n])
+    rows = np.empty((3, CHUNK, q.shape[2]), np.float32)
+    queries, keys, decay = rows[0], rows[1], rows[2]
+    steps = np.empty(CHUNK, np.float32)
+    _rows_of_head(q, k, v, g, beta, scale, begin, count, h, queries, keys, decay, steps, values)
+
+    _fill(_ONE, total)
+    for i in range(count):
+        _decay(total, decay[i])
+        _times(keys[i], total, from_state[i])
+        _scaled(from_state[i], -steps[i], from_state[i])
+        _times(queries[i], total, from_state[CHUNK + i])
+    _decayed_before(keys, decay, count, tail)
+    product = np.empty(q.shape[2], np.float32)
     for start in range(0, count, BLOCK):
         end = min(start + BLOCK, count)
-        _diagonal_block(q, k, decay, beta, start, end, coupling, mixing)
+        _diagonal_block(queries, keys, decay, steps, start, end, coupling, mixing)
         if start == 0:
             continue
         below = start // BLOCK - 1
-        _decayed_before(k, decay, start, right[below])
-        product[:] = _ONE
+        _decayed_before(keys, decay, start, right[below])
+        _fill(_ONE, product)
         for i in range(start, end):
             _decay(product, decay[i])
-            _times(k[i], product, left[below, i - start])
-            _scaled(left[below, i - start], beta[i], left[below, i - start])
-            _times(q[i], product, left[below, BLOCK + i - start])
+            _times(keys[i], product, left[below, i - start])
+            _scaled(left[below, i - start], steps[i], left[below, i - start])
+            _times(queries[i], product, left[below, BLOCK + i - start])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def factor_chunks(
-    q, k, v, g, beta, scale, begins, counts, from_state, values, tail, total, left, right, coupling, mixing
+    first,
+    last,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale,
+    begins,
+    counts,
+    from_state,
+    values,
+    tail,
+    total,
+    left,
+    right,
+    coupling,
+    mixing,
 ) -> None:
     """Everything of B = chunks * H chunk-heads that is linear in a row or stays within a diagonal block.
 
@@ -119,34 +176,20 @@ def factor_chunks(
             (first BLOCK rows) and A (the others) of row block n + 1 against all rows before that block
         coupling [B, CHUNK, BLOCK]: M within diagonal blocks; mixing [B, CHUNK, CHUNK]: A within them
     """
-    heads, width = q.shape[1], q.shape[2]
-    for b in prange(counts.shape[0] * heads):
-        h = b % heads
-        begin, count = begins[b // heads], counts[b // heads]
-        rows = np.empty((3, CHUNK, width), np.float32)
-        queries, keys, decay = rows[0], rows[1], rows[2]
-        steps = np.empty(CHUNK, np.float32)
-        from_state[b] = _ZERO
-        values[b] = _ZERO
-        tail[b] = _ZERO
-        left[b] = _ZERO
-        right[b] = _ZERO
-        mixing[b] = _ZERO
-        for i in range(count):
-            t = begin + i
-            steps[i] = beta[t, h]
-            _scaled(q[t, h], scale * (_ONE / math.sqrt(dot(q[t, h], q[t, h]) + _EPS)), queries[i])
-            _scaled(k[t, h], _ONE / math.sqrt(dot(k[t, h], k[t, h]) + _EPS), keys[i])
-            for c in range(width):
-                decay[i, c] = exp(g[t, h, c])
-            _scaled(v[t, h], steps[i], values[b, i])
+    heads = q.shape[1]
+    for b in range(first, last):
         _factor_chunk(
-            queries,
-            keys,
-            decay,
-            steps,
-            count,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            begins[b // heads],
+            counts[b // heads],
+            b % heads,
             from_state[b],
+            values[b],
             tail[b],
             total[b],
             left[b],
@@ -156,34 +199,37 @@ def factor_chunks(
         )
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def solve_chunks(below, coupling, counts, heads, from_state, values, mixing) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _solve_chunk(below, coupling, count, from_state, values, mixing) -> None:
+    for i in range(count):
+        block = i // BLOCK
+        start = block * BLOCK
+        for j in range(i):
+            if j < start:
+                weight = below[block - 1, i - start, j]
+                mixing[i, j] = below[block - 1, BLOCK + i - start, j]
+            else:
+                weight = coupling[i, j - start]
+            if abs(weight) > _NEGLIGIBLE:
+                _subtract(weight, from_state[j], from_state[i])
+                _subtract(weight, values[j], values[i])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def solve_chunks(first, last, below, coupling, counts, heads, from_state, values, mixing) -> None:
     """Forward substitution with I + M, in place on the first CHUNK rows of from_state and on values; and A's
     blocks below the diagonal put in place.
 
     below [B, BLOCKS_BELOW, 2 BLOCK, CHUNK - BLOCK] = left . right^T; the rest as in `factor_chunks`.
     """
-    for b in prange(counts.shape[0] * heads):
-        for i in range(counts[b // heads]):
-            block = i // BLOCK
-            start = block * BLOCK
-            for j in range(start):
-                weight = below[b, block - 1, i - start, j]
-                if abs(weight) > _NEGLIGIBLE:
-                    _subtract(weight, from_state[b, j], from_state[b, i])
-                    _subtract(weight, values[b, j], values[b, i])
-                mixing[b, i, j] = below[b, block - 1, BLOCK + i - start, j]
-            for j in range(start, i):
-                weight = coupling[b, i, j - start]
-                if abs(weight) > _NEGLIGIBLE:
-                    _subtract(weight, from_state[b, j], from_state[b, i])
-                    _subtract(weight, values[b, j], values[b, i])
+    for b in range(first, last):
+        _solve_chunk(below[b], coupling[b], counts[b // heads], from_state[b], values[b], mixing[b])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def scatter_chunks(outputs, begins, counts, o) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def scatter_chunks(first, last, outputs, begins, counts, o) -> None:
     """o [T, H, V]: the chunks' rows of outputs [B, CHUNK, V] go to their tokens."""
     heads = o.shape[1]
-    for b in prange(counts.shape[0] * heads):
+    for b in range(first, last):
         for i in range(counts[b // heads]):
-            o[begins[b // heads] + i, b % heads] = outputs[b, i]
+            _scaled(outputs[b, i], _ONE, o[begins[b // heads] + i, b % heads])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
@@ -16,8 +16,8 @@ from sglang_k3.kernels.row_math import (
     fp32_or_bf16,
     sigmoid,
     softplus,
-    use_torch_threads,
 )
+from sglang_k3.kernels.split import over_items
 
 __all__ = ["decode", "extend_chunk", "extend_recurrent", "gate"]
 
@@ -32,10 +32,10 @@ def _head_gate(f, bias, rate, bounded, lower_bound, g) -> None:
             g[i] = -rate * softplus(f[i] + bias[i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _gate(f, b, A_log, dt_bias, bounded, lower_bound, g, beta) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _gate(first, last, f, b, A_log, dt_bias, bounded, lower_bound, g, beta) -> None:
     heads = g.shape[1]
-    for item in prange(g.shape[0] * heads):
+    for item in range(first, last):
         t = item // heads
         h = item % heads
         beta[t, h] = sigmoid(b[t, h])
@@ -56,8 +56,10 @@ def gate(
     g = torch.empty(tokens, heads, width, dtype=torch.float32)
     beta = torch.empty(tokens, heads, dtype=torch.float32)
     bound = np.float32(0.0 if lower_bound is None else lower_bound)
-    use_torch_threads()
-    _gate(
+    over_items(
+        _gate,
+        g.shape[0] * heads,
+        f.numel(),
         float_rows(f).reshape(tokens, heads, width),
         float_rows(b),
         float_rows(A_log),
@@ -70,28 +72,62 @@ def gate(
     return g, beta
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _walk(
-    q, k, v, g, beta, state_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, scale, o
+@njit(cache=True, nogil=True, error_model="numpy")
+def _copy(source, target) -> None:
+    for r in range(source.shape[0]):
+        for c in range(source.shape[1]):
+            target[r, c] = source[r, c]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _clear(state) -> None:
+    for r in range(state.shape[0]):
+        for c in range(state.shape[1]):
+            state[r, c] = 0
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _walk_head(
+    q, k, v, g, beta, state_pool, slot, begin, end, fresh, track_offset, track_slot, scale, h, o
 ) -> None:
-    """Each (request, head) alone, token after token."""
-    heads, width = q.shape[1], q.shape[2]
-    for item in prange(slots.shape[0] * heads):
+    """Head h of one request, token after token."""
+    state = state_pool[slot, h]
+    scratch = np.empty((SCRATCH_ROWS, q.shape[2]), np.float32)
+    if fresh:
+        _clear(state)
+    for t in range(begin, end):
+        if t - begin == track_offset and track_slot >= 0:
+            _copy(state, state_pool[track_slot, h])
+        token(q[t, h], k[t, h], v[t, h], g[t, h], beta[t, h], scale, state, scratch, o[t, h])
+    if end - begin == track_offset and track_slot >= 0:
+        _copy(state, state_pool[track_slot, h])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _walk(
+    first, last, q, k, v, g, beta, state_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, scale, o
+) -> None:
+    heads = q.shape[1]
+    for item in range(first, last):
         n = item // heads
-        h = item % heads
-        if slots[n] < 0:
-            continue
-        state = state_pool[slots[n], h]
-        scratch = np.empty((SCRATCH_ROWS, width), np.float32)
-        if fresh[n]:
-            state[:] = 0
-        begin, end = cu_seqlens[n], cu_seqlens[n + 1]
-        for t in range(begin, end):
-            if t - begin == track_offsets[n] and track_slots[n] >= 0:
-                state_pool[track_slots[n], h] = state
-            token(q[t, h], k[t, h], v[t, h], g[t, h], beta[t, h], scale, state, scratch, o[t, h])
-        if end - begin == track_offsets[n] and track_slots[n] >= 0:
-            state_pool[track_slots[n], h] = state
+        if slots[n] >= 0:
+            _walk_head(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                state_pool,
+                slots[n],
+                cu_seqlens[n],
+                cu_seqlens[n + 1],
+                fresh[n],
+                track_offsets[n],
+                track_slots[n],
+                scale,
+                item % heads,
+                o,
+            )
 
 
 def _run(
@@ -109,8 +145,10 @@ def _run(
     scale: float,
 ) -> torch.Tensor:
     o = torch.zeros(v.shape, dtype=torch.float32)
-    use_torch_threads()
-    _walk(
+    over_items(
+        _walk,
+        slots.shape[0] * v.shape[1],
+        q.numel() * v.shape[2],
         float_rows(q),
         float_rows(k),
         float_rows(v),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import (
@@ -13,12 +13,18 @@ from sglang_k3.kernels.row_math import (
     fp32_or_bf16,
     narrow,
     sigmoid,
-    use_torch_threads,
     widen,
 )
+from sglang_k3.kernels.split import over_items
 
 _BLOCK = 1024  # channels a thread takes at a time, so that one block's rows and taps stay in L1
 _ZERO = np.float32(0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _clear(row) -> None:
+    for c in range(row.shape[0]):
+        row[c] = _ZERO
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -34,7 +40,7 @@ def _token(x, history, taps, begin, token, first, y) -> None:
     x [T, C] fp32; history [W - 1, B] fp32, the rows before `begin`; taps [W, C].
     """
     last = first + y.shape[0]
-    y[:] = _ZERO
+    _clear(y)
     for tap in range(taps.shape[0]):
         row = token - (taps.shape[0] - 1) + tap
         if row >= begin:
@@ -58,28 +64,40 @@ def _keep_window(x, history, begin, count, first, window) -> None:
             narrow(history[row + rows], window[j, first:last])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _convolve(x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, y) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _convolve_block(
+    x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, first, last, y
+) -> None:
+    """All requests, for the channels first .. last."""
+    history = np.empty((taps.shape[0] - 1, last - first), np.float32)
+    for n in range(slots.shape[0]):
+        if slots[n] < 0:
+            continue
+        begin, end = cu_seqlens[n], cu_seqlens[n + 1]
+        window = window_pool[slots[n]]
+        for j in range(history.shape[0]):
+            if fresh[n]:
+                _clear(history[j])
+            else:
+                widen(window[j, first:last], history[j])
+        for token in range(begin, end):
+            _token(x, history, taps, begin, token, first, y[token, first:last])
+        if track_offsets[n] >= 0 and track_slots[n] >= 0:
+            _keep_window(x, history, begin, track_offsets[n], first, window_pool[track_slots[n]])
+        _keep_window(x, history, begin, end - begin, first, window)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _convolve(
+    first_block, last_block, x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, y
+) -> None:
     channels = x.shape[1]
-    for block in prange((channels + _BLOCK - 1) // _BLOCK):
+    for block in range(first_block, last_block):
         first = block * _BLOCK
         last = min(first + _BLOCK, channels)
-        history = np.empty((taps.shape[0] - 1, last - first), np.float32)
-        for n in range(slots.shape[0]):
-            if slots[n] < 0:
-                continue
-            begin, end = cu_seqlens[n], cu_seqlens[n + 1]
-            window = window_pool[slots[n]]
-            for j in range(history.shape[0]):
-                if fresh[n]:
-                    history[j, :] = _ZERO
-                else:
-                    widen(window[j, first:last], history[j])
-            for token in range(begin, end):
-                _token(x, history, taps, begin, token, first, y[token, first:last])
-            if track_offsets[n] >= 0 and track_slots[n] >= 0:
-                _keep_window(x, history, begin, track_offsets[n], first, window_pool[track_slots[n]])
-            _keep_window(x, history, begin, end - begin, first, window)
+        _convolve_block(
+            x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, first, last, y
+        )
 
 
 def _run(
@@ -95,8 +113,10 @@ def _run(
     y = torch.zeros(x.shape, dtype=torch.float32)
     # A weight stored as [W, C] and passed transposed costs no copy here.
     taps = float_rows(weight.t())
-    use_torch_threads()
-    _convolve(
+    over_items(
+        _convolve,
+        -(-x.shape[1] // _BLOCK),
+        x.numel(),
         float_rows(x),
         taps,
         array_of(window_pool),

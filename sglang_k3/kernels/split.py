@@ -1,0 +1,42 @@
+"""Run a compiled kernel over independent items on several threads, without numba's prange.
+
+numba compiles the body of a prange several times over (19 s instead of 6 for the chunked prefill), and its
+threads compete with torch's. Kernels release the GIL, so plain Python threads do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+_WORTH_THREADS = 1 << 18
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Helper threads of this process; a forked child makes its own, because it inherits none."""
+    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix=f"k3-kernel-{process}")
+
+
+def over_items(kernel: Callable[..., None], items: int, work: int, *arguments: object) -> None:
+    """kernel(first, last, *arguments) over contiguous parts of range(items), the first on this thread.
+
+    As many parts as torch has threads, or one where fewer than 262,144 numbers (`work`) are handled: waking
+    a thread costs tens of microseconds. The kernel must be nogil, and give each item the same result whatever
+    part it is in. Raises what the kernel raises.
+    """
+    parts = min(torch.get_num_threads(), items) if work >= _WORTH_THREADS else 1
+    if parts <= 1:
+        kernel(0, items, *arguments)
+        return
+    bounds = [items * part // parts for part in range(parts + 1)]
+    pool = _pool(os.getpid())
+    helpers = [pool.submit(kernel, first, last, *arguments) for first, last in pairwise(bounds[1:])]
+    kernel(bounds[0], bounds[1], *arguments)
+    for helper in helpers:
+        helper.result()
