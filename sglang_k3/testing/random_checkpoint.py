@@ -221,7 +221,8 @@ def draw_by_name(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
     """A generator that depends on the seed and the tensor's name only."""
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    # One hash for both: torch's generator looks at the low 32 bits of its seed alone.
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 # RMS of a matrix's outputs for inputs of RMS 1, by the end of its name. What joins the residual
@@ -235,16 +236,16 @@ _GAINS = {
     ".b_proj.weight": 1.5,
     "q_b_proj.weight": 2.0,  # scores of std 2: attention picks tokens instead of averaging them
     "self_attn.q_proj.weight": 2.0,
-    "o_proj.weight": 0.75,
+    "o_proj.weight": 0.5,
     ".gate.weight": 1.5,  # the router
-    "gate_proj.weight": 2.0,  # far enough out for SiTU's tanh to bend
-    "up_proj.weight": 2.0,
+    "gate_proj.weight": 1.5,  # far enough out for SiTU's tanh to bend
+    "up_proj.weight": 1.5,
     "down_proj.weight": 0.25,
     "routed_expert_down_proj.weight": 1.0,
-    "routed_expert_up_proj.weight": 0.1,
+    "routed_expert_up_proj.weight": 0.05,
     "res_proj.weight": 0.75,  # candidates of a residual mix weigh clearly different
 }
-_EXPERT_GAINS = {"w1": 2.0, "w3": 2.0, "w2": 0.08}
+_EXPERT_GAINS = {"w1": 2.0, "w3": 2.0, "w2": 0.05}
 
 
 def _gain(name: str) -> float:
