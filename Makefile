@@ -12,6 +12,7 @@ CHECKPOINT := .cache/k3-random
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help setup serve demo doctor lint test verify clean
 
@@ -38,9 +39,10 @@ $(CHECKPOINT)/config.json: $(STAMP) sglang_k3/testing/random_checkpoint.py
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 	@touch $(CHECKPOINT)/config.json
 
-# Room for 8 requests and their cached prefixes; SGLang would take most of the machine's memory otherwise.
-FLAGS := --model-path $(CHECKPOINT) --device cpu --max-running-requests 8 --max-mamba-cache-size 64 \
-	--max-total-tokens 32768
+# float32, or SGLang would take float16 for a float32 checkpoint. Room for 8 requests and their cached
+# prefixes, or it would take most of the machine's memory.
+FLAGS := --model-path $(CHECKPOINT) --device cpu --dtype float32 \
+	--max-running-requests 8 --max-mamba-cache-size 64 --max-total-tokens 32768
 
 serve: $(CHECKPOINT)/config.json
 	$(BIN)/python -m sglang.launch_server $(FLAGS) --host 127.0.0.1 --port $(PORT) $(ARGS)

@@ -115,3 +115,10 @@ def test_npu_list_suffices_to_import_a_server(tmp_path: Path):
 def test_make_target_sets_itself_up(target: str, tmp_path: Path):
     plan = run("make", "--dry-run", f"VENV={tmp_path / 'venv'}", target, cwd=ROOT)
     assert "-m venv" in plan and "--editable '.[cpu,test]'" in plan
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/compatibility.md"])
+def test_documents_name_files_that_exist(document: str):
+    named = re.findall(r"(?:tests|sglang_k3|docs)/[\w/.]*[\w/]", (ROOT / document).read_text())
+    assert len(named) > 5
+    assert not [path for path in named if not (ROOT / path).exists()]

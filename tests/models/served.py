@@ -1,9 +1,9 @@
 """Our served model in SGLang's own model runner, sound and with one deliberate fault at a time.
 
-    python -m tests.models.served CHECKPOINT PROMPTS OUTPUT
+    python -m tests.models.served CHECKPOINT PROMPTS OUTPUT [MUTATION ...]
 
 PROMPTS: JSON list of token id lists, prefilled as one batch. OUTPUT: a safetensors file with the logits
-[T, vocabulary] of each prompt under "NAME/INDEX", NAME being "sound" or one of MUTATIONS.
+[T, vocabulary] of each prompt under "NAME/INDEX", NAME being "sound" or one of the mutations asked for.
 """
 
 from __future__ import annotations
@@ -159,13 +159,13 @@ def logits(runner: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     return list(rows.split([len(prompt) for prompt in prompts]))
 
 
-def main(checkpoint: str, prompts: str, output: str) -> None:
+def main(checkpoint: str, prompts: str, output: str, *mutations: str) -> None:
     load_plugins()
     runner = build(checkpoint)
     ids = json.loads(Path(prompts).read_text())
     answers: dict[str, torch.Tensor] = {}
-    for name, mutation in {"sound": lambda _: nullcontext(), **MUTATIONS}.items():
-        with mutation(runner.torch_runner.model):
+    for name in ("sound", *mutations):
+        with MUTATIONS[name](runner.torch_runner.model) if name in mutations else nullcontext():
             for index, rows in enumerate(logits(runner, ids)):
                 answers[f"{name}/{index}"] = rows.contiguous()
     save_file(answers, output)

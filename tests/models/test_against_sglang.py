@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,18 +42,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("k3", tmp_path_factory.mktemp("k3"))
 
 
-@pytest.fixture(scope="module")
-def answers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+def both_models(
+    checkpoint: Path, prompts: list[list[int]], folder: Path, mutations: Iterable[str] = ()
+) -> dict[str, Answers]:
     """The logits of tests.models.in_tree and tests.models.served, each from a process of its own.
 
     SGLang keeps one configuration a process, and its Triton kernels are interpreted in one of them only.
     """
-    folder = tmp_path_factory.mktemp("answers")
-    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
-    environments = {"in_tree": {"TRITON_INTERPRET": "1", "SGLANG_PLUGINS": "none"}, "served": {}}
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    runs = {
+        "in_tree": ((), {"TRITON_INTERPRET": "1", "SGLANG_PLUGINS": "none"}),
+        "served": (tuple(mutations), {}),
+    }
     processes: dict[str, subprocess.Popen[str]] = {}
-    for name, extra in environments.items():
-        arguments = (checkpoint, folder / "prompts.json", folder / f"{name}.safetensors")
+    for name, (faults, extra) in runs.items():
+        arguments = (checkpoint, folder / "prompts.json", folder / f"{name}.safetensors", *faults)
         with (folder / f"{name}.log").open("w") as log:
             processes[name] = subprocess.Popen(
                 [sys.executable, "-m", f"tests.models.{name}", *map(str, arguments)],
@@ -65,11 +68,16 @@ def answers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             )
     try:
         for name, process in processes.items():
-            assert process.wait(600) == 0, (folder / f"{name}.log").read_text()[-4000:]
+            assert process.wait(1200) == 0, (folder / f"{name}.log").read_text()[-4000:]
     finally:
         for process in processes.values():
             process.kill()
     return {name: load_file(folder / f"{name}.safetensors") for name in processes}
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+    return both_models(checkpoint, PROMPTS, tmp_path_factory.mktemp("answers"), SERVED_MUTATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +208,27 @@ def test_fault_in_reference_model_is_noticed(
 
 def test_both_models_are_broken_in_the_same_ways():
     assert set(REFERENCE_MUTATIONS) == set(SERVED_MUTATIONS)
+
+
+OTHER_CHECKPOINTS: dict[str, dict[str, object]] = {
+    "another_seed": {},
+    "blocks_of_three": {"attn_res_block_size": 3},
+    "no_latent_norm": {"latent_moe_use_norm": False},
+    "no_mla_output_gate": {"mla_use_output_gate": False},
+    "scaled_routing": {"routed_scaling_factor": 2.5},
+    "tight_situ": {"activation_situ_beta": 1.5, "activation_situ_linear_beta": 2.0},
+}
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", OTHER_CHECKPOINTS)
+def test_other_checkpoints_agree_with_sglangs(name: str, tmp_path: Path):
+    """Longer prompts on models with other features, for more than the default's numbers to be right."""
+    model = make("k3", tmp_path / "model", seed=7, text_config=OTHER_CHECKPOINTS[name])
+    prompts = [torch.randint(512, (length,), generator=GENERATOR).tolist() for length in (2, 65, 130)]
+    answers = both_models(model, prompts, tmp_path)
+    reference = ReferenceModel.from_checkpoint(model)
+    for index, prompt in enumerate(prompts):
+        expected = answers["in_tree"][str(index)]
+        assert distance(reference.forward(prompt), expected) < TOLERANCE
+        assert distance(answers["served"][f"sound/{index}"], expected) < TOLERANCE
