@@ -4,9 +4,9 @@ torch's vectorised exp differs between a vector's body and its tail, and its red
 row's bits would depend on its neighbours. Here each function sees one row (or one number) and spells out the
 order of its sums; numba without fastmath neither contracts multiply-adds nor reorders.
 
-numba caches a kernel with the functions it calls compiled in, and looks at the kernel's own file only: after an
-edit here delete the caches (`__pycache__/*.nbi`). Kernels that divide need error_model="numpy": Python's check
-for a zero divisor is a branch that keeps a loop from being vectorised.
+numba caches a kernel with the functions it calls compiled in, and looks at the kernel's own file only:
+after an edit here delete the caches (`__pycache__/*.nbi`). Kernels that divide need error_model="numpy":
+Python's check for a zero divisor is a branch that keeps a loop from being vectorised.
 """
 
 from __future__ import annotations
