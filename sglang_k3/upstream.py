@@ -99,6 +99,12 @@ def _bind_threads(original, *, numa_index, world_size):
     return bind_rank(numa_index, world_size)
 
 
+def _prefill_checkpoint(original, batch, req):
+    from sglang_k3.prefix_cache.checkpoints import prefill_checkpoint
+
+    return prefill_checkpoint(original, batch, req)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.model_loader.utils.get_model_architecture",
@@ -124,6 +130,13 @@ HOOKS = (
         why="it asks for one NUMA node a rank, which no small machine has, and leaves the threads unbound "
         "without SGLang's own CPU kernels",
         until="a platform can bind its ranks",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+        _prefill_checkpoint,
+        why="a chunk that starts off a page (--enable-mixed-chunk) keeps a state under a key shorter than "
+        "the tokens it has seen, and a hit on it gives wrong text",
+        until="SGLang cuts the checkpoint's depth to whole pages itself",
     ),
 )
 

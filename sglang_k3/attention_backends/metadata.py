@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-# A checkpoint sits on a multiple of this many tokens after the start of its prefill chunk, whatever the
-# kernel: SGLang's scheduler computes the depth it records with the same number (mamba_chunk_size).
-STATE_CHUNK = 64
-
 NO_TRACK = -1
 
 
@@ -69,8 +65,8 @@ class BatchMetadata:
             if decode:
                 copy_from, copy_to = slots[wanted], targets[wanted]
             elif batch.mamba_track_seqlens is not None:
-                covered = batch.mamba_track_seqlens.to(torch.int64) - prefix_lens
-                offsets = covered.div(STATE_CHUNK, rounding_mode="floor") * STATE_CHUNK
+                # The depth itself, by prefix_cache.checkpoints (SGLang's own backends read it as a code).
+                offsets = batch.mamba_track_seqlens.to(torch.int64) - prefix_lens
                 track_offsets = torch.where(wanted, offsets, untracked)
                 track_slots = torch.where(wanted, targets, untracked)
         return BatchMetadata(

@@ -82,27 +82,18 @@ def test_a_batch_of_no_requests_has_no_ranges(mode: str) -> None:
     assert built.slots.shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "length", "tracked", "offset"),
-    [
-        (0, 64, 64, 64),  # the end of the chunk, on the grid
-        (0, 100, 100, 64),  # the last boundary inside
-        (64, 130, 64 + 130, 128),
-        (0, 256, 128 + 1, 128),  # SGLang adds one to name a boundary that is not the end
-        (37, 70, 37 + 70, 64),  # boundaries count from the chunk's own start
-    ],
-)
-def test_a_tracked_chunk_keeps_its_last_boundary(prefix: int, length: int, tracked: int, offset: int) -> None:
+@pytest.mark.parametrize(("prefix", "depth"), [(0, 64), (64, 192), (222, 272), (37, 101)])
+def test_a_tracked_chunk_keeps_the_state_at_the_depth_asked_for(prefix: int, depth: int) -> None:
     built = build(
         "extend",
         [1],
         extend_prefix_lens=[prefix],
-        extend_seq_lens=[length],
+        extend_seq_lens=[150],
         mamba_track_mask=[True],
         mamba_track_indices=[44],
-        mamba_track_seqlens=[tracked],
+        mamba_track_seqlens=[depth],
     )
-    assert built.track_offsets.tolist() == [offset]
+    assert built.track_offsets.tolist() == [depth - prefix]
     assert built.track_slots.tolist() == [44]
 
 

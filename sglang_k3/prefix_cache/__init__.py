@@ -1,0 +1,1 @@
+"""Which KDA states the prefix cache keeps, and at which depth."""
