@@ -1,0 +1,1 @@
+"""Trains the tiny K3 of examples/: corpus, tokenizer, the model's training form, loop and export."""

@@ -1,0 +1,54 @@
+"""Tokenizer and token streams on disk: made once, read again by a resumed run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sglang_k3.training import tokenizer as bpe
+from sglang_k3.training.data import Corpus, Mixture, TokenStream, chats, encode, functions
+
+SEPARATOR = bpe.token_id("[EOS]")
+WEIGHTS = {"library": 0.55, "functions": 0.3, "chats": 0.15}
+"""Share of a batch's rows: whole files, functions on their own, conversations about them."""
+
+_LONGEST_FUNCTION = 4000
+# The tokenizer sees one chat in so many: their wording repeats and would crowd out code.
+_CHATS_FOR_MERGES = 8
+
+
+@dataclass(frozen=True)
+class Dataset:
+    tokenizer: Tokenizer
+    mixture: Mixture
+
+
+def prepare(corpus: Corpus, directory: Path, seed: int) -> Dataset:
+    """Read the dataset of `directory`, after making it there if it has none."""
+    if not all((directory / f"{name}.npy").exists() for name in WEIGHTS):
+        _make(corpus, directory, seed)
+    streams = [
+        TokenStream(np.load(directory / f"{name}.npy"), SEPARATOR, from_starts=name != "library")
+        for name in WEIGHTS
+    ]
+    return Dataset(bpe.load(directory), Mixture(streams, list(WEIGHTS.values())))
+
+
+def _make(corpus: Corpus, directory: Path, seed: int) -> None:
+    library = list(corpus.training.values())
+    pieces = [
+        text
+        for source in library
+        for function in functions(source)
+        if len(text := function.head + function.body) <= _LONGEST_FUNCTION
+    ]
+    conversations = chats(library, seed)
+    tokenizer = bpe.learn([*library, *conversations[::_CHATS_FOR_MERGES]])
+    bpe.save(tokenizer, directory)
+    for name, texts in (("library", library), ("functions", pieces), ("chats", conversations)):
+        tokens = encode(texts, tokenizer, SEPARATOR, seed)
+        np.save(directory / f"{name}.partial.npy", tokens)
+        (directory / f"{name}.partial.npy").rename(directory / f"{name}.npy")
