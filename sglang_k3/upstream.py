@@ -105,6 +105,12 @@ def _prefill_checkpoint(original, batch, req):
     return prefill_checkpoint(original, batch, req)
 
 
+def _check_request(original, manager, obj, input_ids):
+    from sglang_k3.request_rules import check_request
+
+    return check_request(original, manager, obj, input_ids)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.model_loader.utils.get_model_architecture",
@@ -137,6 +143,13 @@ HOOKS = (
         why="a chunk that starts off a page (--enable-mixed-chunk) keeps a state under a key shorter than "
         "the tokens it has seen, and a hit on it gives wrong text",
         until="SGLang cuts the checkpoint's depth to whole pages itself",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        _check_request,
+        why="images sent to a text-only server are dropped without a word, and a token id outside the "
+        "vocabulary ends the scheduler",
+        until="SGLang refuses both",
     ),
 )
 

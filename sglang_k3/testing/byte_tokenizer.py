@@ -30,6 +30,20 @@ SPECIAL_TOKENS = (
 _KEPT_IN_TEXT = ("<|open|>", "<|close|>", "<|sep|>")
 
 
+# K3's message layout, without thinking or tools.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|open|>message role="{{ message.role }}"<|sep|>
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}{{ part.text if part.type == "text" else "" }}{%- endfor -%}
+{%- endif -%}
+<|close|>message<|sep|><|end_of_msg|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|open|>message role="assistant"<|sep|>{%- endif -%}
+"""
+
+
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write tokenizer.json and tokenizer_config.json; ids from 0 to vocab_size - 1 all decode.
 
@@ -57,6 +71,7 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
         "pad_token": "[PAD]",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1048576,
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
