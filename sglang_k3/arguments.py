@@ -97,3 +97,8 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         raise ValueError(
             "--mamba-ssm-dtype bfloat16 is not exact: leave it out with --enable-deterministic-inference."
         )
+    if str(config.dtype) == "torch.float16":
+        raise ValueError(
+            "Kimi models run in float32 or bfloat16 on a CPU, not in float16 (which --dtype auto takes for a "
+            "float32 checkpoint): add --dtype float32."
+        )

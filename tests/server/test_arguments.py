@@ -47,10 +47,11 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("--pp-size", "2"), "k3", ("--pp-size 2", "--tp-size")),
     (("--speculative-algorithm", "NGRAM"), "k3", ("speculative",)),
     ((), "vision", ("language_model_only",)),
+    ((), "k3", ("float16", "--dtype float32")),
 )
 ACCEPTED: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    ((), "k3", "k3_cpu"),
-    (("--attention-backend", "k3_cpu"), "k3", "k3_cpu"),
+    (("--dtype", "float32"), "k3", "k3_cpu"),
+    (("--attention-backend", "k3_cpu", "--dtype", "bfloat16"), "k3", "k3_cpu"),
     ((*EXACT, "--dtype", "float32"), "k3", "k3_cpu"),
     ((), "qwen3", "torch_native"),
 )

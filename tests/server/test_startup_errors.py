@@ -11,7 +11,7 @@ from sglang_k3.testing.random_checkpoint import make
 from tests.server.harness import Server
 
 SABOTAGE = str(Path(__file__).parent / "sabotage")
-SMALL = ("--max-total-tokens", "2048", "--max-mamba-cache-size", "20", "--max-running-requests", "2")
+SMALL = ("--dtype", "float32", "--max-total-tokens", "2048", "--max-mamba-cache-size", "20")
 
 
 def failed_start(model: Path, log: Path, fault: str = "", where: str = "") -> str:
