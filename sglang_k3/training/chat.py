@@ -84,7 +84,8 @@ else "object" if value is mapping else "array" -%}
 {{ '" index="' }}{{ ns.results }}{{ '"' -}}
 <|sep|>{{ body(message.content) }}{{ close() }}
 {%- else -%}
-{{ '<|open|>message role="' }}{{ attribute(message.role) }}{{ '"<|sep|>' }}{{ body(message.content) }}{{ close() }}
+{{ '<|open|>message role="' }}{{ attribute(message.role) }}{{ '"<|sep|>' }}
+{{- body(message.content) }}{{ close() }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

@@ -57,7 +57,7 @@ def save_checkpoint(model: TrainingModel, raw_config: Mapping[str, Any], directo
 
 
 def load_checkpoint(directory: Path) -> TrainingModel:
-    """The training form of a checkpoint; packed experts are unpacked. Raises KeyError for a lacking tensor."""
+    """The training form of a checkpoint, experts unpacked. Raises KeyError for a lacking tensor."""
     config = K3Config.from_hf(json.loads((directory / "config.json").read_text()))
     stored = {
         canonical(name): tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ def evaluate(model: TrainingModel, held_out: HeldOut) -> Evaluation:
         losses = token_losses(model, window)
         total += losses.double().sum().item()
         tokens += len(losses)
-        for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        for i, (low, high) in enumerate(pairwise(edges)):
             part = losses[low:high]
             sums[i] += part.sum()
             counts[i] += len(part)
@@ -67,7 +68,7 @@ def evaluate(model: TrainingModel, held_out: HeldOut) -> Evaluation:
         router.load.zero_()  # evaluation must not move the balance of the next training step
     by_position = {
         (low, high): (sums[i] / counts[i]).item()
-        for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False))
+        for i, (low, high) in enumerate(pairwise(edges))
         if counts[i] > 0
     }
     return Evaluation(total / math.log(2) / held_out.bytes, total / tokens, by_position)

@@ -119,22 +119,24 @@ shared; latent size {config.moe.latent_size}; first layer dense |
 
 ## Training
 
-{history["tokens"][-1] / 1e6:.2f} M tokens in {len(history["steps"])} steps, {history["seconds"] / 60:.0f} minutes \
-on two cores; last training loss {loss:.3f} nats a token (mean of 50 steps). Text: the sources of Python \
-{platform.python_version()}'s standard library without its tests ({len(corpus.training)} files, \
-{training_bytes / 1e6:.1f} MB), its functions on their own, and conversations made from them. Muon for matrices, \
-AdamW for all else; the router's bias balances the experts without an auxiliary loss. In the last quarter the \
-experts' weights were rounded to MXFP4 in every forward (quantisation in the loop, straight-through gradients).
+{history["tokens"][-1] / 1e6:.2f} M tokens in {len(history["tokens"])} steps, {history["seconds"] / 60:.0f} \
+minutes on two cores; last training loss {loss:.3f} nats a token (mean of 50 steps). Text: the sources of \
+Python {platform.python_version()}'s standard library without its tests ({len(corpus.training)} files, \
+{training_bytes / 1e6:.1f} MB), its functions on their own, and conversations made from them. Muon for \
+matrices, AdamW for all else; the router's bias balances the experts without an auxiliary loss. In the last \
+quarter the experts' weights were rounded to MXFP4 in every forward (quantisation in the loop, \
+straight-through gradients).
 
 ![loss](../../docs/tiny-k3-loss.png)
 
 Again, with the same result within 2 %:
 
 ```
-python -m sglang_k3.training.train --out examples/tiny-k3 --steps {len(history["steps"])} --minutes 1000
+python -m sglang_k3.training.train --out examples/tiny-k3 --tokens {history["tokens"][-1]} --minutes 1000
 ```
 
-`--minutes 40` bounds the time instead. The run lives in `.cache/tiny-k3` and goes on there after an interruption.
+`--minutes 40` bounds the time instead. The run lives in `.cache/tiny-k3` and goes on there after an
+interruption.
 
 ## Measured on {len(corpus.held_out)} held-out files ({held_out_bytes / 1e3:.0f} kB)
 
@@ -149,8 +151,8 @@ Loss by position in a window of 2,048 tokens, as stored:
 |{" --- |" * len(after.by_position)}
 | {" | ".join(f"{value:.2f}" for value in after.by_position.values())} |
 
-{share_parsed(trained):.0%} of {COUNT} greedy completions ({NEW_TOKENS} tokens) of held-out function heads are \
-Python after cutting at the last full line; of the untrained model's, {share_parsed(untrained):.0%}.
+{share_parsed(trained):.0%} of {COUNT} greedy completions ({NEW_TOKENS} tokens) of held-out function heads \
+are Python after cutting at the last full line; of the untrained model's, {share_parsed(untrained):.0%}.
 
 {samples}"""
 

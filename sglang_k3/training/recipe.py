@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-STEPS = 900
-"""Optimiser steps of the full run."""
+TOKENS = 1_400_000
+"""Tokens of the full run."""
 
 WARM_UP_STEPS = 20
 _DECAY_FROM = 0.6

@@ -2,7 +2,7 @@
 
     python -m sglang_k3.training.train --out examples/tiny-k3 --minutes 40
 
-Ends after `--steps` optimiser steps or `--minutes` of wall clock, whichever comes first; the schedule
+Ends after `--tokens` or after `--minutes` of wall clock, whichever comes first; the schedule
 follows whichever is ahead, so that the learning rate has come down at the end either way. An
 interrupted run goes on where it last saved; `--export-only` writes the checkpoint of what there is.
 """
@@ -22,12 +22,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from sglang_k3.models.config import K3Config
 from sglang_k3.training import recipe
-from sglang_k3.training.data import read_corpus
+from sglang_k3.training.data import Corpus, read_corpus
 from sglang_k3.training.dataset import prepare
 from sglang_k3.training.evaluate import Evaluation, evaluate, held_out_windows
 from sglang_k3.training.export import export
@@ -50,8 +50,8 @@ _LOG_EVERY = 10
 class History:
     """What the plot and the model card show."""
 
-    steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    """Tokens seen behind each step."""
     losses: list[float] = field(default_factory=list)
     """Training loss of each step, nats a token."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
@@ -80,11 +80,11 @@ def backward(model: TrainingModel, batch: Tensor) -> float:
 class Run:
     """A training run that lives in a folder."""
 
-    def __init__(self, folder: Path, seed: int, console: Console):
+    def __init__(self, folder: Path, seed: int, console: Console, corpus: Corpus | None = None):
         self.folder, self.seed, self.console = folder, seed, console
         folder.mkdir(parents=True, exist_ok=True)
         with console.status("Reading the corpus and learning the tokenizer ..."):
-            self.corpus = read_corpus()
+            self.corpus = read_corpus() if corpus is None else corpus
             self.dataset = prepare(self.corpus, folder, seed)
         self.model = TrainingModel(K3Config.from_hf(tiny_config()), seed)
         self.optimizer = Optimizer(self.model)
@@ -95,24 +95,25 @@ class Run:
 
     @property
     def step(self) -> int:
-        return len(self.history.steps)
+        return len(self.history.tokens)
 
-    def train(self, steps: int, seconds: float) -> None:
-        """Go on until `steps` steps or `seconds` of training, whichever comes first."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+    @property
+    def tokens(self) -> int:
+        """Tokens seen."""
+        return self.history.tokens[-1] if self.history.tokens else 0
+
+    def train(self, tokens: int, seconds: float) -> None:
+        """Go on until `tokens` or `seconds` of training, whichever comes first."""
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         saved = time.monotonic()
         with Progress(*columns, console=self.console) as progress:
-            task = progress.add_task("training", total=steps, completed=self.step)
-            while self.step < steps and self.history.seconds < seconds:
+            task = progress.add_task("training", total=1.0)
+            while (done := max(self.tokens / tokens, self.history.seconds / seconds)) < 1:
+                progress.update(task, completed=done)
                 began = time.monotonic()
-                text = self._step(max(self.step / steps, self.history.seconds / seconds))
+                text = self._step(done)
                 self.history.seconds += time.monotonic() - began
-                progress.update(task, completed=self.step, description=text)
+                progress.update(task, description=text)
                 if self.step % _LOG_EVERY == 0:
                     self.console.print(f"{self.history.seconds:6.0f} s  {text}", soft_wrap=True)
                 if self.step % _EVALUATE_EVERY == 0:
@@ -131,17 +132,16 @@ class Run:
         self.optimizer.step(plan.rate_factor)
         heaviest = max(router.rebalance(plan.balance_rate) for router in self.model.routers)
         history = self.history
-        history.tokens.append((history.tokens[-1] if history.tokens else 0) + plan.rows * plan.length)
         history.losses.append(loss)
-        history.steps.append(self.step)
+        history.tokens.append(self.tokens + plan.rows * plan.length)
         return (
-            f"step {self.step}  {history.tokens[-1] / 1e6:.2f} M tokens  loss {loss:.3f}  length {plan.length}"
-            f"  rate {plan.rate_factor:.2f}  gradient {norm:.2f}  heaviest expert {heaviest:.1f} x mean"
+            f"step {self.step}  {self.tokens / 1e6:.2f} M tokens  loss {loss:.3f}  length {plan.length}  "
+            f"rate {plan.rate_factor:.2f}  gradient {norm:.2f}  heaviest expert {heaviest:.1f} x mean"
         )
 
     def report(self, evaluation: Evaluation) -> None:
         """Print held-out figures and keep them for the plot."""
-        self.history.held_out.append((self.history.tokens[-1], evaluation.bits_per_byte))
+        self.history.held_out.append((self.tokens, evaluation.bits_per_byte))
         positions = "  ".join(
             f"{low}-{high - 1}: {loss:.2f}" for (low, high), loss in evaluation.by_position.items()
         )
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=40.0, help="wall clock for the training steps")
-    parser.add_argument("--steps", type=int, default=recipe.STEPS)
+    parser.add_argument("--tokens", type=int, default=recipe.TOKENS)
     parser.add_argument("--work", type=Path, default=Path(".cache/tiny-k3"), help="folder of the run's state")
     parser.add_argument("--plot", type=Path, default=Path("docs/tiny-k3-loss.png"))
     parser.add_argument("--seed", type=int, default=0)
@@ -188,7 +188,7 @@ def main() -> None:
     console = Console()
     run = Run(arguments.work, arguments.seed, console)
     if not arguments.export_only:
-        run.train(arguments.steps, 60.0 * arguments.minutes)
+        run.train(arguments.tokens, 60.0 * arguments.minutes)
     torch.set_flush_denormal(False)
     loss_curve(arguments.plot, run.history.tokens, run.history.losses, run.history.held_out)
     export(run.model, run.corpus, arguments.work, arguments.out, vars(run.history), console)

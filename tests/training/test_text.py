@@ -140,7 +140,10 @@ def test_held_out_files_are_kept_apart_by_their_names(corpus: Corpus) -> None:
 
 
 def test_functions_are_unindented_and_whole() -> None:
-    source = 'class A:\n    def f(self,\n          x=1):\n        """Add one.\n\n        More."""\n        return x + 1\n'
+    source = (
+        "class A:\n    def f(self,\n          x=1):\n"
+        '        """Add one.\n\n        More."""\n        return x + 1\n'
+    )
     (function,) = functions(source)
     assert function.name == "f" and function.summary == "Add one."
     assert function.head == "def f(self,\n      x=1):\n"
