@@ -16,7 +16,7 @@ import torch
 
 
 def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """For each prompt {"hidden": [L+1, T, D], "experts": {layer: [T, k]}, "logits": [V] of the last row}.
+    """For each prompt {"hidden": [L+1, T, D], "experts": {layer: [T, k]}, "logits": [T, V]}.
 
     hidden[l] is what layer l's attention norm reads; the last entry what the final norm reads.
     """
@@ -51,11 +51,17 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
 
         return hook
 
+    def keep_output(module, inputs, output):
+        head = runner.model.lm_head
+        logits = head.quant_method.apply(head, output)[:, : runner.model.text.vocab_size]
+        seen["logits"] = logits.float().clone()
+
     for index, layer in enumerate(network.layers):
         layer.input_layernorm.register_forward_pre_hook(keep_input(index))
         if hasattr(layer.mlp, "router"):
             layer.mlp.router.register_forward_hook(keep_experts(index))
     network.norm.register_forward_pre_hook(keep_input(len(network.layers)))
+    network.norm.register_forward_hook(keep_output)
 
     results = []
     for number, prompt in enumerate(prompts):
@@ -71,14 +77,8 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
         request.logprob_start_len = -1
         request.extend_end = len(prompt)
         with torch.no_grad():
-            _, logits, _ = one_batch.extend([request], runner)
-        results.append(
-            {
-                "hidden": torch.stack(seen["hidden"]),
-                "experts": seen["experts"],
-                "logits": logits[0].float(),
-            }
-        )
+            one_batch.extend([request], runner)
+        results.append({**seen, "hidden": torch.stack(seen["hidden"])})
     return results
 
 

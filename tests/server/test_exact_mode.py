@@ -118,7 +118,11 @@ def test_eight_at_once_give_the_bits_of_one_alone(alone: list[Reply], recorded: 
 
 
 def test_a_prefix_hit_gives_the_bits_of_a_cold_run(alone: list[Reply], recorded: Recorded) -> None:
-    assert sum(reply.cached > 0 for reply in recorded.warm) >= 8
+    # A state is kept every 64 tokens, and the last token of a prompt is never taken from the cache.
+    long = [
+        warm for single, warm in zip(alone, recorded.warm, strict=True) if len(single.prompt_logprobs) > 128
+    ]
+    assert len(long) >= 8 and all(reply.cached > 0 for reply in long)
     for single, warm in zip(alone, recorded.warm, strict=True):
         assert warm.ids == single.ids
         assert warm.logprobs == single.logprobs

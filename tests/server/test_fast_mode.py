@@ -15,7 +15,7 @@ from tests.server.harness import Server
 from tests.server.margin import Verdict, check
 
 NEW_TOKENS = 16
-POOLS = ("--max-total-tokens", "16384", "--max-mamba-cache-size", "60")
+POOLS = ("--max-total-tokens", "16384", "--max-mamba-cache-size", "200", "--max-running-requests", "8")
 
 
 def compare(model: Path, prompts: list[list[int]], log: Path, *flags: str) -> list[Verdict]:
@@ -24,7 +24,8 @@ def compare(model: Path, prompts: list[list[int]], log: Path, *flags: str) -> li
         server.flush()
         cold = server.generate_all(prompts, NEW_TOKENS, at_once=8)
         warm = server.generate_all(prompts, NEW_TOKENS, at_once=8)
-    assert sum(reply.cached > 0 for reply in warm) >= 8
+    # A state is kept every 64 tokens, and the last token of a prompt is never taken from the cache.
+    assert all(reply.cached > 0 for prompt, reply in zip(prompts, warm, strict=True) if len(prompt) > 128)
     return [
         check(oracle, prompt, reply.ids, reply.logprobs)
         for replies in (cold, warm)
