@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 # Written under another name first: an interrupted run leaves no half checkpoint behind.
 $(CHECKPOINT)/config.json: $(STAMP) sglang_k3/testing/random_checkpoint.py
 	rm -rf $(CHECKPOINT) $(CHECKPOINT).partial
-	$(BIN)/python -m sglang_k3.testing.random_checkpoint k3 $(CHECKPOINT).partial
+	$(BIN)/python -m sglang_k3.testing.random_checkpoint k3 $(CHECKPOINT).partial --experts mxfp4
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 	@touch $(CHECKPOINT)/config.json
 
