@@ -128,8 +128,10 @@ class KimiK3LinearForCausalLM(nn.Module):
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
         super().__init__()
-        self.config = config
+        # The whole config, so that messages about the checkpoint use its own tensor names.
         self.text = K3Config.from_hf(config)
+        config = getattr(config, "text_config", config)
+        self.config = config
         # Packed experts are recognised by the config; linear layers always run on our kernels.
         linears = K3LinearConfig()
         self.model = K3TextModel(self.text, linears, "model")
@@ -161,6 +163,3 @@ class KimiLinearForCausalLM(KimiK3LinearForCausalLM):
 
 class KimiK3ForConditionalGeneration(KimiK3LinearForCausalLM):
     """The published checkpoint's architecture, text part only (language_model_only)."""
-
-    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
-        super().__init__(config.text_config, quant_config, prefix)
