@@ -39,8 +39,8 @@ $(CHECKPOINT)/config.json: $(STAMP) sglang_k3/testing/random_checkpoint.py
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 	@touch $(CHECKPOINT)/config.json
 
-# float32, or SGLang would take float16 for a float32 checkpoint. Room for 8 requests and their cached
-# prefixes, or it would take most of the machine's memory.
+# float32 said aloud: SGLang takes float16 for a float32 checkpoint, which is refused. Room for 8 requests and
+# their cached prefixes: it would take most of the machine's memory otherwise.
 FLAGS := --model-path $(CHECKPOINT) --device cpu --dtype float32 \
 	--max-running-requests 8 --max-mamba-cache-size 64 --max-total-tokens 32768
 
