@@ -220,11 +220,19 @@ class Mixture:
         return torch.stack([self.streams[i].sample(length, generator) for i in picks.tolist()])
 
 
-def encode(texts: Sequence[str], tokenizer: Tokenizer, separator: int, seed: int) -> np.ndarray:
-    """Tokens of the texts in a shuffled order, each followed by the separator; uint16."""
-    order = list(texts)
+def encode(
+    documents: Sequence[tuple[str, ...]], tokenizer: Tokenizer, separator: int, seed: int
+) -> np.ndarray:
+    """Tokens of the documents in a shuffled order, each followed by the separator; uint16.
+
+    A document is a tuple of parts; no token spans two of them.
+    """
+    order = list(documents)
     random.Random(seed).shuffle(order)
-    parts = []
-    for encoding in tokenizer.encode_batch(order):
-        parts += [np.asarray(encoding.ids, dtype=np.uint16), np.array([separator], dtype=np.uint16)]
-    return np.concatenate(parts)
+    texts = [part for document in order for part in document]
+    encodings = iter(tokenizer.encode_batch(texts))
+    tokens = []
+    for document in order:
+        tokens += [np.asarray(next(encodings).ids, dtype=np.uint16) for _ in document]
+        tokens.append(np.array([separator], dtype=np.uint16))
+    return np.concatenate(tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +41,33 @@ def prepare(corpus: Corpus, directory: Path, seed: int) -> Dataset:
 
 def _make(corpus: Corpus, directory: Path, seed: int) -> None:
     library = list(corpus.training.values())
-    pieces = [
-        text
-        for source in library
-        for function in functions(source)
-        if len(text := function.head + function.body) <= _LONGEST_FUNCTION
-    ]
+    split = _split_functions(library, seed)
     conversations = chats(library, seed)
     tokenizer = bpe.learn([*library, *conversations[::_CHATS_FOR_MERGES]])
     bpe.save(tokenizer, directory)
-    for name, texts in (("library", library), ("functions", pieces), ("chats", conversations)):
-        tokens = encode(texts, tokenizer, SEPARATOR, seed)
+    documents = {"library": [(text,) for text in library], "functions": split}
+    documents["chats"] = [(text,) for text in conversations]
+    for name, parts in documents.items():
+        tokens = encode(parts, tokenizer, SEPARATOR, seed)
         np.save(directory / f"{name}.partial.npy", tokens)
         (directory / f"{name}.partial.npy").rename(directory / f"{name}.npy")
+
+
+def _split_functions(library: Sequence[str], seed: int) -> list[tuple[str, ...]]:
+    """The library's functions, most of them in two parts: behind the head, or behind some line.
+
+    A line break and the indentation behind it are one token, so a prompt that ends with a line break
+    looks like nothing in a file. These show the model what follows it.
+    """
+    rng = random.Random(seed)
+    documents: list[tuple[str, ...]] = []
+    for function in (function for text in library for function in functions(text)):
+        text = function.head + function.body
+        if len(text) > _LONGEST_FUNCTION:
+            continue
+        kind = rng.random()
+        cut = len(function.head)
+        if kind < 0.3:
+            cut = text.index("\n", rng.randrange(len(text))) + 1
+        documents.append((text[:cut], text[cut:]) if kind < 0.75 else (text,))
+    return documents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-TOKENS = 1_400_000
+TOKENS = 1_449_984
 """Tokens of the full run."""
 
 WARM_UP_STEPS = 20

@@ -165,7 +165,7 @@ def test_chats_are_closed_and_some_call_tools(corpus: Corpus) -> None:
 
 
 def test_windows_from_starts_begin_with_a_document(tokenizer: Tokenizer) -> None:
-    texts = [f"def name{i}():\n    return {i}\n" for i in range(50)]
+    texts = [(f"def name{i}():\n    return {i}\n",) for i in range(50)]
     separator = bpe.token_id("[EOS]")
     tokens = encode(texts, tokenizer, separator, seed=0)
     assert (tokens == separator).sum() == 50 and tokens.dtype == np.uint16
@@ -195,3 +195,10 @@ def test_heads_are_spread_over_the_held_out_files(corpus: Corpus) -> None:
     heads = function_heads(corpus.held_out)
     assert len(heads) == 40 and all(h.startswith("def ") and h.endswith(":\n") for h in heads)
     assert len(set(heads)) > 30
+
+
+def test_no_token_spans_two_parts_of_a_document(tokenizer: Tokenizer) -> None:
+    head, body = "def f():\n", "    return 1\n"
+    parts = encode([(head, body)], tokenizer, bpe.token_id("[EOS]"), seed=0)[:-1]
+    assert parts.tolist() == tokenizer.encode(head).ids + tokenizer.encode(body).ids
+    assert parts.tolist() != tokenizer.encode(head + body).ids
