@@ -46,12 +46,21 @@ def checkpoint_tensors(model: TrainingModel) -> dict[str, Tensor]:
     return tensors
 
 
-def save_checkpoint(model: TrainingModel, raw_config: Mapping[str, Any], directory: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors. raw_config: what the config.json
-    is to hold; the model must have been made from it."""
+def save_checkpoint(
+    model: TrainingModel,
+    raw_config: Mapping[str, Any],
+    directory: Path,
+    sampling: Mapping[str, float] | None = None,
+) -> None:
+    """Write config.json, generation_config.json and model.safetensors.
+
+    raw_config: what the config.json is to hold; the model must have been made from it. sampling: what
+    servers are to sample with by default, None for greedy decoding.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     ids = {key: raw_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    for name, content in (("config", raw_config), ("generation_config", {**ids, "do_sample": False})):
+    generation = {**ids, "do_sample": sampling is not None, **(sampling or {})}
+    for name, content in (("config", raw_config), ("generation_config", generation)):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     save_file(checkpoint_tensors(model), directory / "model.safetensors", metadata={"format": "pt"})
 

@@ -7,6 +7,9 @@ from typing import Any
 from sglang_k3.models.presets import mxfp4_quantization
 from sglang_k3.training.tokenizer import TOKEN_IDS, VOCABULARY, token_id
 
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+"""What the model is best sampled with: so small a model repeats itself under greedy decoding."""
+
 
 def tiny_config() -> dict[str, Any]:
     """config.json of examples/tiny-k3, with every structural feature of the real one."""

@@ -27,6 +27,7 @@ from sglang_k3.training.data import (
     is_held_out,
     read_corpus,
 )
+from sglang_k3.training.generate import sample
 
 TOOLS = [
     {
@@ -189,6 +190,16 @@ def test_completion_is_cut_at_the_last_full_line() -> None:
     assert Completion(head, "    return x\n    y = (").parses
     assert not Completion(head, "    return x").parses, "a head without a full line below is no function"
     assert not Completion(head, '    """open\n    x\n').parses
+
+
+def test_sampling_keeps_to_the_likeliest_tokens() -> None:
+    logits = torch.log(torch.tensor([0.05, 0.5, 0.3, 0.15]))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [sample(logits, 1.0, 0.75, generator) for _ in range(2000)]
+    # 0.5 and 0.3 reach 0.75 together; the two others never come.
+    assert set(drawn) == {1, 2}
+    assert drawn.count(1) / len(drawn) == pytest.approx(0.625, abs=0.05)
+    assert {sample(logits, 0.01, 0.95, generator) for _ in range(50)} == {1}
 
 
 def test_heads_are_spread_over_the_held_out_files(corpus: Corpus) -> None:

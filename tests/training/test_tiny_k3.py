@@ -19,7 +19,7 @@ from sglang_k3.training.checkpoint import load_checkpoint, save_checkpoint
 from sglang_k3.training.completions import NEW_TOKENS, complete, function_heads, share_parsed
 from sglang_k3.training.data import Corpus, read_corpus
 from sglang_k3.training.evaluate import evaluate, held_out_windows
-from sglang_k3.training.generate import greedy_text
+from sglang_k3.training.generate import sampled_text
 from sglang_k3.training.model import TrainingModel
 from sglang_k3.training.tiny import tiny_config
 
@@ -74,9 +74,12 @@ def test_completions_of_held_out_heads_are_python(corpus: Corpus, tmp_path: Path
     shares = []
     for folder in (TINY, tmp_path):
         model = ReferenceModel.from_checkpoint(folder, torch.float32)
+        generator = torch.Generator().manual_seed(1)
         completions = complete(
             function_heads(corpus.held_out),
-            lambda head, model=model: greedy_text(model, tokenizer, head, NEW_TOKENS),
+            lambda head, model=model, generator=generator: sampled_text(
+                model, tokenizer, head, NEW_TOKENS, generator
+            ),
         )
         shares.append(share_parsed(completions))
     print(f"{shares[0]:.0%} of the completions parse; {shares[1]:.0%} of the untrained model's")
