@@ -17,8 +17,8 @@ class K3HybridBackend(HybridLinearAttnBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         metadata = BatchMetadata.build(forward_batch, self.req_to_token_pool)
-        for backend in self.attn_backend_list:
-            backend.forward_metadata = metadata
+        self.full_attn_backend.forward_metadata = metadata
+        self.linear_attn_backend.forward_metadata = metadata
 
 
 def wrap(original, runner, full_attn_backend):

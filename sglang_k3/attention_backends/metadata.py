@@ -51,6 +51,7 @@ class BatchMetadata:
             prefix_lens = batch.seq_lens.to(torch.int64) - 1
             cu_seqlens = torch.arange(count + 1, dtype=torch.int64)
         else:
+            assert batch.extend_prefix_lens is not None and batch.extend_seq_lens is not None
             prefix_lens = batch.extend_prefix_lens.to(torch.int64)
             cu_seqlens = torch.zeros(count + 1, dtype=torch.int64)
             torch.cumsum(batch.extend_seq_lens.to(torch.int64), 0, out=cu_seqlens[1:])

@@ -11,6 +11,7 @@ Source: arXiv 2603.15031, block form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +45,24 @@ class ResidualReader(nn.Module):
 
 @dataclass
 class Kernels:
-    mix: object
-    prepare: object
-    merge: object
+    """The operators of one model, chosen once; eps of the key norm; whether exact mode is on."""
+
+    mix: Callable[..., torch.Tensor]
+    prepare: Callable[..., Summary]
+    merge: Callable[..., torch.Tensor]
     eps: float
     exact: bool
 
     @staticmethod
     def chosen(eps: float) -> Kernels:
         call = kernel_call()
-        names = ("mix", "block_prepare", "merge_partial")
-        return Kernels(*(choose(f"attention_residual.{name}", call) for name in names), eps, exact_mode())
+        return Kernels(
+            mix=choose("attention_residual.mix", call),
+            prepare=choose("attention_residual.block_prepare", call),
+            merge=choose("attention_residual.merge_partial", call),
+            eps=eps,
+            exact=exact_mode(),
+        )
 
 
 class BankedStream:
@@ -74,16 +82,18 @@ class BankedStream:
         self.two_phase = hidden.shape[0] <= TWO_PHASE_TOKENS and not kernels.exact
         self.summary: Summary | None = None
 
-    def read(self, reader: ResidualReader) -> torch.Tensor:
-        assert self.partial is not None, "a block's first sub-layer has not answered yet"
+    def read(self, reader: ResidualReader | None) -> torch.Tensor:
+        assert reader is not None and self.partial is not None, "a block's first sub-layer has not answered"
         kernels = self.kernels
         if self.rows == 0:
             return self.partial
         if not self.two_phase:
             return kernels.mix(self.partial, self.bank[: self.rows], reader.key_weight, kernels.eps)
-        if self.summary is None:
-            self.summary = kernels.prepare(self.bank[: self.rows], self.readers[self.rows], kernels.eps)
-        acc, maximum, total = (part[reader.index] for part in self.summary)
+        summary = self.summary
+        if summary is None:
+            summary = kernels.prepare(self.bank[: self.rows], self.readers[self.rows], kernels.eps)
+            self.summary = summary
+        acc, maximum, total = (part[reader.index] for part in summary)
         return kernels.merge(self.partial, acc, maximum, total, reader.key_weight, kernels.eps)
 
     def close_block(self) -> None:

@@ -12,6 +12,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
 from torch import nn
 
 from sglang_k3.kernels.registry import choose
@@ -80,9 +81,9 @@ class KDAAttention(nn.Module):
         self.A_log = weight(heads, dtype=torch.float32)
         self.dt_bias = weight(channels, dtype=torch.float32)
         self.o_norm_weight = weight(kda.head_dim, dtype=torch.float32)
-        self.conv_weight.weight_loader = load_conv(rank, size)
-        self.A_log.weight_loader = load_a_log(kda.num_heads, rank, size)
-        self.dt_bias.weight_loader = load_sharded_vector(rank, size)
+        set_weight_attrs(self.conv_weight, {"weight_loader": load_conv(rank, size)})
+        set_weight_attrs(self.A_log, {"weight_loader": load_a_log(kda.num_heads, rank, size)})
+        set_weight_attrs(self.dt_bias, {"weight_loader": load_sharded_vector(rank, size)})
 
         self.gated_norm = choose("gated_rms_norm", kernel_call())
         self.attn = RadixLinearAttention(

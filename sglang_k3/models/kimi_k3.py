@@ -6,6 +6,7 @@ Read top-down: layer, model, causal LM. Class names are the architecture names t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
@@ -38,7 +39,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.starts_block = config.starts_block(layer)
-        self.attention_reader = self.mlp_reader = None
+        self.attention_reader: ResidualReader | None = None
+        self.mlp_reader: ResidualReader | None = None
         if config.residual_block_size is not None:
             self.self_attention_res_norm = Weight(hidden)
             self.self_attention_res_proj = Weight(1, hidden)
@@ -49,7 +51,7 @@ class DecoderLayer(nn.Module):
 
     def prepare(self) -> None:
         """After loading: derive what the forward needs from the checkpoint's tensors."""
-        if self.attention_reader is not None:
+        if self.attention_reader is not None and self.mlp_reader is not None:
             self.attention_reader.fold(
                 self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
             )
@@ -82,7 +84,7 @@ class K3TextModel(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.output_reader = None
+        self.output_reader: ResidualReader | None = None
         if config.residual_block_size is not None:
             self.output_attn_res_norm = Weight(config.hidden_size)
             self.output_attn_res_proj = Weight(1, config.hidden_size)
@@ -92,15 +94,17 @@ class K3TextModel(nn.Module):
 
     def prepare(self) -> None:
         """After loading. Groups the residual readers by the number of bank rows they see."""
-        for layer in self.layers:
+        layers = cast(Iterable[DecoderLayer], self.layers)
+        for layer in layers:
             layer.prepare()
         if self.output_reader is None:
             return
         self.output_reader.fold(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight)
         config = self.config
         readers = [(config.bank_rows(config.num_layers), self.output_reader)]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             rows = config.bank_rows(index)
+            assert layer.attention_reader is not None and layer.mlp_reader is not None
             readers.append((rows, layer.attention_reader))
             readers.append((rows + layer.starts_block, layer.mlp_reader))
         self.reader_weights = []

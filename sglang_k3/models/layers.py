@@ -50,7 +50,7 @@ class K3LinearMethod(UnquantizedLinearMethod):
         assert bias is None, "the text model has no biases on its linear layers"
         return self.linear(x, layer.weight)
 
-    def embedding(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    def embedding(self, layer: Any, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(ids, layer.weight)
 
 

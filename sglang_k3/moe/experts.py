@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.distributed import divide
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
 from torch import nn
 
 from sglang_k3.kernels.registry import choose
@@ -48,7 +49,7 @@ class Experts(nn.Module):
             else:
                 parameters = {name: weight(experts, rows, columns)}
             for key, parameter in parameters.items():
-                parameter.weight_loader = loader
+                set_weight_attrs(parameter, {"weight_loader": loader})
                 self.register_parameter(key, parameter)
         self.run = choose("moe.experts_mxfp4" if moe.packed else "moe.experts", kernel_call())
 

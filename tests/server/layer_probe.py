@@ -34,7 +34,8 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
     rank = one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
     one_batch.publish(server_args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=rank, gpu_id=0))
     one_batch._init_process_global_configs()
-    runner = one_batch.load_model(server_args, ports, 0, 0)[0].torch_runner
+    bench: Any = one_batch.load_model(server_args, ports, 0, 0)[0]
+    runner = bench.torch_runner
     network = runner.model.model
 
     seen: dict[str, Any] = {}
@@ -65,7 +66,7 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
 
     results = []
     for number, prompt in enumerate(prompts):
-        seen["hidden"] = [None] * (len(network.layers) + 1)
+        seen["hidden"] = [torch.empty(0)] * (len(network.layers) + 1)
         seen["experts"] = {}
         request = Req(
             rid=str(number),

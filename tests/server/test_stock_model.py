@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def short_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(qwen3: Path, short_prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     outputs = []
     for prompt in short_prompts:
         ids = model.generate(
