@@ -26,8 +26,9 @@ from tests.models import NEW_BOUND, SWAPPED_BETAS
 from tests.models.served import MUTATIONS as SERVED_MUTATIONS
 
 TOLERANCE = 1e-3
-NOTICED = 1.0
-"""A fault must move some logit by this much; the logits have a standard deviation of about 3."""
+NOTICED = 0.2
+"""A fault must move some logit by this much, 200 times what sound models may differ by. The smallest of them,
+the router's bias in the weights, moves one by about 0.7; the logits have a standard deviation of about 3."""
 GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS: list[list[int]] = [
     torch.randint(512, (length,), generator=GENERATOR).tolist() for length in (1, 7, 24)
