@@ -12,6 +12,15 @@ from sglang_k3.testing.random_checkpoint import make
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 95, 97, 128, 200, 256, 333, 512, 513, 700, 1000, 1500)
 
 
+def must_hit(length: int) -> bool:
+    """Whether a prompt sent twice has to find a state in the cache.
+
+    A chunk keeps a state at its last multiple of 64 tokens, and a prompt's last token is never taken from
+    the cache: a prompt that ends on the grid may have kept no state but the one at its very end.
+    """
+    return length > 128 and length % 64 != 0
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that checkpoints are made in."""
