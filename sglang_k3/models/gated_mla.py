@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from sglang.srt.distributed import divide
-from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_k3.kernels.registry import choose
 from sglang_k3.models.config import K3Config
-from sglang_k3.models.layers import RMSNorm
+from sglang_k3.models.layers import RMSNorm, attention_column, attention_replicated
 from sglang_k3.models.runtime import add_ranks, kernel_call
 
 
@@ -31,20 +33,8 @@ class GatedMLA(nn.Module):
         self.mla = mla
         self.heads = divide(mla.num_heads, get_parallel().attn_tp_size)
 
-        def column(name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                inputs,
-                outputs,
-                bias=False,
-                quant_config=quant_config,
-                parallel_group="attn_tp",
-                prefix=f"{prefix}.{name}",
-            )
-
-        def replicated(name: str, outputs: int) -> ReplicatedLinear:
-            return ReplicatedLinear(
-                hidden, outputs, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}"
-            )
+        column = partial(attention_column, quant_config=quant_config, prefix=prefix)
+        replicated = partial(attention_replicated, hidden, quant_config=quant_config, prefix=prefix)
 
         queries = mla.num_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:

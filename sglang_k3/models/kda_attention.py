@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from sglang.srt.distributed import divide
 from sglang.srt.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
 )
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -17,7 +17,7 @@ from torch import nn
 
 from sglang_k3.kernels.registry import choose
 from sglang_k3.models.config import K3Config
-from sglang_k3.models.layers import weight
+from sglang_k3.models.layers import attention_column, attention_replicated, weight
 from sglang_k3.models.runtime import add_ranks, kernel_call
 from sglang_k3.models.weights import load_a_log, load_conv, load_sharded_vector
 
@@ -34,20 +34,8 @@ class KDAAttention(nn.Module):
         width = kda.projection_size
         self.eps = config.rms_norm_eps
 
-        def column(name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                inputs,
-                outputs,
-                bias=False,
-                quant_config=quant_config,
-                parallel_group="attn_tp",
-                prefix=f"{prefix}.{name}",
-            )
-
-        def replicated(name: str, outputs: int) -> ReplicatedLinear:
-            return ReplicatedLinear(
-                hidden, outputs, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}"
-            )
+        column = partial(attention_column, quant_config=quant_config, prefix=prefix)
+        replicated = partial(attention_replicated, hidden, quant_config=quant_config, prefix=prefix)
 
         self.qkv_proj = MergedColumnParallelLinear(
             hidden,

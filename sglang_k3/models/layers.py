@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
@@ -84,3 +84,24 @@ class K3LinearConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         return K3LinearMethod() if isinstance(layer, (LinearBase, ParallelLMHead)) else None
+
+
+def attention_column(
+    name: str, inputs: int, outputs: int, *, quant_config: QuantizationConfig, prefix: str
+) -> ColumnParallelLinear:
+    """An attention projection whose outputs (heads) are shared by the attention ranks."""
+    return ColumnParallelLinear(
+        inputs,
+        outputs,
+        bias=False,
+        quant_config=quant_config,
+        parallel_group="attn_tp",
+        prefix=f"{prefix}.{name}",
+    )
+
+
+def attention_replicated(
+    inputs: int, name: str, outputs: int, *, quant_config: QuantizationConfig, prefix: str
+) -> ReplicatedLinear:
+    """An attention projection that every rank holds whole."""
+    return ReplicatedLinear(inputs, outputs, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}")
