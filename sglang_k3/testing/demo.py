@@ -1,162 +1,161 @@
-"""Starts a server, completes a prompt over both HTTP interfaces, prints text and timings, stops the server.
+"""Serves a checkpoint, completes Python code over every HTTP interface, measures it, stops the server.
 
     python -m sglang_k3.testing.demo --model-path CHECKPOINT [any flag of sglang.launch_server]
 
+Prints texts, TTFT (time to the first token), TPOT (time per token behind it) and what the prefix cache gave.
 Exit code 0 when every request was answered, else 1 with the end of the server's log.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+import argparse
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-START_LIMIT_S = 300
-NEW_TOKENS = 48
-PROMPT = "Kimi Delta Attention keeps one matrix for each head and forgets along its key axis. " * 6
+from sglang_k3.testing import streams
+from sglang_k3.testing.bench_serving import BenchFailed, Figures, bench_serving
+from sglang_k3.testing.server_process import ServerProcess, StartFailed
+from sglang_k3.testing.streams import RequestFailed, Streamed
+
+NEW_TOKENS = 64
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+"""A model of this size repeats itself under greedy decoding."""
+
+CODE = 'def read_lines(path, encoding="utf-8"):\n'
+FUNCTION = """\
+def merge_intervals(self, intervals, *, touching=True):
+    merged = []
+    for start, end in sorted(intervals):
+        if start > end:
+            raise ValueError(f"interval {start}..{end} ends before it starts")
+        if merged and (start < merged[-1][1] or (touching and start == merged[-1][1])):
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+"""
+FIRST_TURN = f"What does this function do?\n```python\n{FUNCTION}```"
+SECOND_TURN = f"Complete this function:\n```python\n{CODE}```"
+
+BENCH_REQUESTS, BENCH_CONCURRENCY = 8, 4
 
 
 class DemoFailed(RuntimeError):
-    """The server ended or did not answer; the message says which."""
+    """An answer was not what the demo promises to show."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def _server(flags: list[str], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m sglang.launch_server` in a session of its own; leaving ends every process of it."""
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        *flags,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            # Children may outlive the parent's orderly end.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, console: Console) -> float:
-    """Seconds until /health answers, with a status line that counts them. Raises DemoFailed."""
-    began = time.monotonic()
-    with console.status("Starting the server ...") as status:
-        while (elapsed := time.monotonic() - began) < START_LIMIT_S:
-            if process.poll() is not None:
-                raise DemoFailed(f"the server ended with exit code {process.returncode}")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=10):
-                    return elapsed
-            except (urllib.error.URLError, OSError):
-                status.update(f"Starting the server ... {elapsed:.0f} s")
-                time.sleep(0.5)
-    raise DemoFailed(f"the server was not ready after {START_LIMIT_S} s")
-
-
-def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise DemoFailed(f"{url} answered {error.code}: {error.read().decode(errors='replace')}") from error
-    except (urllib.error.URLError, OSError) as error:
-        raise DemoFailed(f"{url} did not answer: {error}") from error
-
-
-def _complete(url: str, console: Console) -> None:
-    """Three requests: /generate cold, the same again (its prefix is cached), and /v1/completions."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    for title in ("/generate", "/generate, same prompt again"):
-        began = time.monotonic()
-        with console.status(f"{title} ..."):
-            answer = _post(f"{url}/generate", {"text": PROMPT, "sampling_params": sampling})
-        meta = answer["meta_info"]
-        _show(
-            console,
-            title,
-            f"{meta['prompt_tokens']} prompt tokens, {meta['cached_tokens']} of them from the prefix cache; "
-            f"{_rate(meta['completion_tokens'], time.monotonic() - began)}",
-            answer["text"],
-        )
-    body = {
-        "model": "default",
-        "prompt": PROMPT,
-        "max_tokens": NEW_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    began = time.monotonic()
-    with console.status("/v1/completions ..."):
-        answer = _post(f"{url}/v1/completions", body)
-    rate = _rate(answer["usage"]["completion_tokens"], time.monotonic() - began)
-    _show(console, "/v1/completions", rate, answer["choices"][0]["text"])
-
-
-def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens} new tokens in {seconds:.2f} s ({tokens / seconds:.1f} a second)"
-
-
-def _show(console: Console, title: str, timing: str, text: str) -> None:
+def _show(console: Console, title: str, answer: Streamed, lead: str = "") -> None:
+    cached = f", {answer.cached_tokens} of them from the prefix cache" if answer.cached_tokens else ""
     console.print(Text(title, "bold"))
-    console.print(Text(f"  {timing}"))
-    # A random model writes any byte; repr keeps control characters off the terminal.
-    console.print(Text(f"  {text!r}", "cyan"))
+    console.print(
+        f"  {answer.prompt_tokens} prompt tokens{cached}; {answer.new_tokens} new ones, "
+        f"TTFT {1e3 * answer.ttft_s:.0f} ms, TPOT {1e3 * answer.tpot_s:.1f} ms",
+        highlight=False,
+    )
+    if answer.reasoning:
+        console.print(Text(_indented(answer.reasoning), "italic"))
+    console.print(Text(_indented(lead + answer.text), "cyan"))
 
 
-def run(flags: list[str], console: Console) -> int:
-    """The demo with launch_server's `flags`; returns the exit code."""
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
+def _indented(text: str) -> str:
+    # A model may write any byte: control characters stay off the terminal.
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "\n".join(f"  | {line}" for line in shown.rstrip("\n").split("\n"))
+
+
+def _complete_code(url: str, console: Console) -> None:
+    with console.status("/generate ..."):
+        answer = streams.generate(url, CODE, {**SAMPLING, "max_new_tokens": NEW_TOKENS})
+    _show(console, "/generate, streaming", answer, CODE)
+    body: dict[str, Any] = {"model": "default", "prompt": CODE, "max_tokens": NEW_TOKENS, **SAMPLING}
+    with console.status("/v1/completions ..."):
+        whole = streams.post(f"{url}/v1/completions", body)["choices"][0]["text"]
+    console.print(Text("/v1/completions", "bold"))
+    console.print(Text(_indented(CODE + whole), "cyan"))
+    with console.status("/v1/completions, streaming ..."):
+        answer = streams.complete(url, CODE, {"max_tokens": NEW_TOKENS, **SAMPLING})
+    _show(console, "/v1/completions, streaming", answer, CODE)
+
+
+def _chat(url: str, console: Console) -> None:
+    """Two turns; the second sends the first again and must find it in the prefix cache."""
+    options = {"max_tokens": 2 * NEW_TOKENS, **SAMPLING}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": FIRST_TURN}]
+    with console.status("/v1/chat/completions ..."):
+        first = streams.chat(url, messages, options)
+    _show(console, "/v1/chat/completions, streaming, first turn", first)
+    messages += [
+        {"role": "assistant", "reasoning_content": first.reasoning, "content": first.text},
+        {"role": "user", "content": SECOND_TURN},
+    ]
+    with console.status("/v1/chat/completions, second turn ..."):
+        second = streams.chat(url, messages, options)
+    _show(console, "/v1/chat/completions, streaming, second turn", second)
+    if not second.cached_tokens:
+        raise DemoFailed("the second turn found nothing of the first in the prefix cache")
+
+
+def _bench(url: str, model: Path, console: Console) -> Figures:
+    with console.status("sglang.bench_serving ..."):
+        figures = bench_serving(url, model, "random-ids", BENCH_CONCURRENCY, BENCH_REQUESTS)
+    table = Table(
+        title=f"sglang.bench_serving, random-ids, {BENCH_REQUESTS} requests, {BENCH_CONCURRENCY} at once"
+    )
+    for heading in ("prompt tokens", "new tokens", "tokens/s", "TTFT median", "TPOT median"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        str(figures.prompt_tokens),
+        str(figures.new_tokens),
+        f"{figures.total_tokens_per_second:.0f}",
+        f"{figures.median_ttft_ms:.0f} ms",
+        f"{figures.median_tpot_ms:.1f} ms",
+    )
+    console.print(table)
+    return figures
+
+
+def run(model: Path, flags: list[str], console: Console) -> int:
+    """The demo with launch_server's further `flags`; returns the exit code."""
+    with tempfile.TemporaryDirectory() as folder, console.status("Starting the server ...") as status:
         log = Path(folder) / "server.log"
+        server = ServerProcess(
+            *("--model-path", str(model), "--enable-cache-report", *flags),
+            log=log,
+            on_wait=lambda seconds: status.update(f"Starting the server ... {seconds:.0f} s"),
+        )
         try:
-            with _server(flags, port, log) as process:
-                seconds = _wait(process, f"http://127.0.0.1:{port}", console)
-                console.print(f"Server ready after {seconds:.0f} s, weights random: the text means nothing.")
-                _complete(f"http://127.0.0.1:{port}", console)
-        except DemoFailed as failure:
+            with server:
+                status.stop()
+                console.print(f"Server ready after {server.start_seconds:.0f} s.", highlight=False)
+                _complete_code(server.url, console)
+                _chat(server.url, console)
+                _bench(server.url, model, console)
+                console.print("Stopping the server.")
+        except StartFailed as failure:
+            console.print(Text(f"Demo failed: {failure}", "bold red"))
+            return 1
+        except (RequestFailed, BenchFailed, DemoFailed) as failure:
             console.print(Text(log.read_text(errors="replace")[-4000:], "dim"))
             console.print(Text(f"Demo failed: {failure}", "bold red"))
             return 1
-    console.print("Server stopped.")
     return 0
 
 
 def main() -> None:
     # A SIGTERM must stop the server too: turn it into an exception that unwinds.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, required=True)
+    known, flags = parser.parse_known_args()
     try:
-        sys.exit(run(sys.argv[1:], Console()))
+        sys.exit(run(known.model_path, flags, Console()))
     except KeyboardInterrupt:
         sys.exit(130)
 

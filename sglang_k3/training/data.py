@@ -74,6 +74,8 @@ class Function:
     body: str
     summary: str
     """The docstring's first line, "" without one."""
+    bare: str
+    """The body behind its docstring; the whole body where there is none, or nothing else."""
 
 
 def functions(text: str) -> Iterator[Function]:
@@ -88,13 +90,23 @@ def functions(text: str) -> Iterator[Function]:
             continue
         first = node.body[0].lineno - 1
         indent = node.col_offset
-        head = [line[indent:] for line in lines[node.lineno - 1 : first]]
-        body = [line[indent:] for line in lines[first : node.end_lineno]]
+        # A line of a string may start further left than its function: it keeps its characters.
+        own = [line.removeprefix(" " * indent) for line in lines[node.lineno - 1 : node.end_lineno]]
+        head, body = own[: first - node.lineno + 1], own[first - node.lineno + 1 :]
         # A comment or a decorated first statement would leave the head without its colon at the end.
         if not head or not head[-1].rstrip().endswith(":"):
             continue
-        summary = (ast.get_docstring(node) or "").strip().partition("\n")[0]
-        yield Function(node.name, "\n".join(head) + "\n", "\n".join(body) + "\n", summary)
+        docstring = ast.get_docstring(node)
+        bare = body
+        if docstring is not None and len(node.body) > 1:
+            bare = body[(node.body[0].end_lineno or node.lineno) - first :]
+        yield Function(
+            name=node.name,
+            head="\n".join(head) + "\n",
+            body="\n".join(body) + "\n",
+            summary=(docstring or "").strip().partition("\n")[0],
+            bare="\n".join(bare).lstrip("\n") + "\n",
+        )
 
 
 def chats(texts: Sequence[str], seed: int) -> list[str]:

@@ -57,12 +57,13 @@ def _split_functions(library: Sequence[str], seed: int) -> list[tuple[str, ...]]
     """The library's functions, most of them in two parts: behind the head, or behind some line.
 
     A line break and the indentation behind it are one token, so a prompt that ends with a line break
-    looks like nothing in a file. These show the model what follows it.
+    looks like nothing in a file. These show the model what follows it. Half come without their docstring,
+    so that code follows a head as often as prose does.
     """
     rng = random.Random(seed)
     documents: list[tuple[str, ...]] = []
     for function in (function for text in library for function in functions(text)):
-        text = function.head + function.body
+        text = function.head + (function.bare if rng.random() < 0.5 else function.body)
         if len(text) > _LONGEST_FUNCTION:
             continue
         kind = rng.random()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-TOKENS = 1_449_984
+TOKENS = 6_000_000
 """Tokens of the full run."""
 
 WARM_UP_STEPS = 20

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from sglang_k3.testing.random_checkpoint import make
+from sglang_k3.training import tokenizer as bpe
+from sglang_k3.training.data import read_corpus
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-k3"
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 95, 97, 128, 200, 256, 333, 512, 513, 700, 1000, 1500)
 
@@ -44,3 +49,27 @@ def prompts() -> list[list[int]]:
     """20 prompts of 1 to 1,500 tokens; none is another's prefix."""
     draw = random.Random(5)
     return [[draw.randrange(256) for _ in range(length)] for length in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and prompts for it."""
+
+    path: Path
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def trained_k3() -> Model:
+    """The trained checkpoint of examples/, with prompts from files that its training did not see."""
+    texts = read_corpus().held_out
+    ids = [i for name in sorted(texts) for i in bpe.load(TINY).encode(texts[name][:20_000]).ids]
+    return Model(TINY, [ids[7 * length : 8 * length] for length in LENGTHS])
+
+
+@pytest.fixture(scope="module", params=["random", "trained"])
+def model(
+    request: pytest.FixtureRequest, packed_k3: Path, prompts: list[list[int]], trained_k3: Model
+) -> Model:
+    """Both kinds of checkpoint: 13 layers of random weights, five trained ones."""
+    return trained_k3 if request.param == "trained" else Model(packed_k3, prompts)

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +10,7 @@ from typing import Any
 
 import requests
 
-START_LIMIT_S = 240
-
-
-class StartFailed(RuntimeError):
-    """The server process ended, or never became healthy; the message holds the end of its log."""
+from sglang_k3.testing.server_process import START_LIMIT_S, ServerProcess
 
 
 @dataclass(frozen=True)
@@ -35,44 +25,14 @@ class Reply:
     finish: str
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """`python -m sglang.launch_server` on a free port, ended with its whole process group."""
+class Server(ServerProcess):
+    """The server that tests talk to; ended hard, since nothing of it is needed any more."""
 
     def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu", *flags]
-        with log.open("w") as sink:
-            self.process = subprocess.Popen(
-                command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
+        super().__init__("--model-path", str(model), "--device", "cpu", *flags, log=log, env=env)
 
-    def wait(self) -> Server:
-        """Until /health_generate answers. Raises StartFailed."""
-        limit = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < limit:
-            if self.process.poll() is not None:
-                raise StartFailed(f"exit code {self.process.returncode}\n{self.tail()}")
-            try:
-                if requests.get(f"{self.url}/health_generate", timeout=30).status_code == 200:
-                    return self
-            except requests.RequestException:
-                pass
-            time.sleep(0.5)
-        self.close()
-        raise StartFailed(f"not healthy after {START_LIMIT_S} s\n{self.tail()}")
+    def close(self) -> None:
+        self.kill()
 
     def exit_code(self, limit_s: float = START_LIMIT_S) -> int:
         """Waits for a server that is expected to end by itself."""
@@ -80,25 +40,6 @@ class Server:
             return self.process.wait(limit_s)
         finally:
             self.close()
-
-    def tail(self, characters: int = 6000) -> str:
-        return self.log.read_text(errors="replace")[-characters:]
-
-    def close(self) -> None:
-        """Ends every process of the server's session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def __enter__(self) -> Server:
-        try:
-            return self.wait()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 600) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=timeout)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_k3.models.reference import ReferenceModel
-from tests.server.conftest import must_hit
+from tests.server.conftest import Model, must_hit
 from tests.server.harness import Reply, Server
 from tests.server.margin import check
 
@@ -57,13 +56,13 @@ def record(server: Server, prompts: list[list[int]]) -> Recorded:
 
 @pytest.fixture(scope="module")
 def first_server(
-    packed_k3: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+    model: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[Reply], Recorded]]:
     """The baseline: each prompt alone on a cold cache; and that server's other answers."""
     log = tmp_path_factory.mktemp("exact") / "first.log"
-    with Server(packed_k3, log, *FLAGS, *next(iter(CONFIGS.values()))) as server:
-        alone = server.generate_all(prompts, NEW_TOKENS, at_once=1, prompt_logprobs=True)
-        yield alone, record(server, prompts)
+    with Server(model.path, log, *FLAGS, *next(iter(CONFIGS.values()))) as server:
+        alone = server.generate_all(model.prompts, NEW_TOKENS, at_once=1, prompt_logprobs=True)
+        yield alone, record(server, model.prompts)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +73,7 @@ def alone(first_server: tuple[list[Reply], Recorded]) -> list[Reply]:
 @pytest.fixture(scope="module", params=CONFIGS)
 def recorded(
     request: pytest.FixtureRequest,
-    packed_k3: Path,
-    prompts: list[list[int]],
+    model: Model,
     first_server: tuple[list[Reply], Recorded],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Recorded:
@@ -83,26 +81,25 @@ def recorded(
         return first_server[1]
     log = tmp_path_factory.mktemp("exact") / "server.log"
     env = RETRACT if "retracting" in request.param else {}
-    with Server(packed_k3, log, *FLAGS, *CONFIGS[request.param], env=env) as server:
-        answers = record(server, prompts)
+    with Server(model.path, log, *FLAGS, *CONFIGS[request.param], env=env) as server:
+        answers = record(server, model.prompts)
     if env:
         assert "retract" in answers.log.lower(), "no request was retracted: the test proves nothing"
     return answers
 
 
-def test_the_greedy_tokens_and_logprobs_are_the_reference_models(
-    packed_k3: Path, prompts: list[list[int]], alone: list[Reply]
-) -> None:
-    oracle = ReferenceModel.from_checkpoint(packed_k3, torch.float64)
+def test_the_greedy_tokens_and_logprobs_are_the_reference_models(model: Model, alone: list[Reply]) -> None:
+    oracle = ReferenceModel.from_checkpoint(model.path, torch.float64)
     verdicts = [
-        check(oracle, prompt, reply.ids, reply.logprobs) for prompt, reply in zip(prompts, alone, strict=True)
+        check(oracle, prompt, reply.ids, reply.logprobs)
+        for prompt, reply in zip(model.prompts, alone, strict=True)
     ]
     excused = sum(verdict.excused for verdict in verdicts)
     compared = sum(verdict.compared for verdict in verdicts)
     error = max(verdict.largest_logprob_error for verdict in verdicts)
     print(f"{compared} positions compared, {excused} excused, largest logprob error {error:.2e}")
-    assert [verdict.wrong for verdict in verdicts] == [()] * len(prompts)
-    assert compared >= 0.9 * len(prompts) * NEW_TOKENS
+    assert [verdict.wrong for verdict in verdicts] == [()] * len(model.prompts)
+    assert compared >= 0.9 * len(model.prompts) * NEW_TOKENS
     assert error < 1e-3
 
 

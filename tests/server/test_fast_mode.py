@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_k3.models.reference import ReferenceModel, Trace
-from tests.server.conftest import must_hit
+from tests.server.conftest import Model, must_hit
 from tests.server.harness import Server
 from tests.server.margin import Verdict, check
 
@@ -35,11 +35,11 @@ def compare(model: Path, prompts: list[list[int]], log: Path, *flags: str) -> li
 
 
 def test_float32_tokens_are_the_reference_models_cold_and_from_the_cache(
-    packed_k3: Path, prompts: list[list[int]], tmp_path: Path
+    model: Model, tmp_path: Path
 ) -> None:
     verdicts = compare(
-        packed_k3,
-        prompts,
+        model.path,
+        model.prompts,
         tmp_path / "log",
         "--dtype",
         "float32",

@@ -1,0 +1,84 @@
+"""Runs `sglang.bench_serving` against a server and reads its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 1800
+
+# Small enough for a CPU. bench_serving forces the number of new tokens (ignore_eos), so that texts of any
+# model are comparable; random-ids are token ids drawn evenly, generated-shared-prefix are groups of prompts
+# behind one system prompt each, which a prefix cache serves.
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "random-ids": (*("--random-input-len", "256", "--random-output-len", "64", "--random-range-ratio", "1"),),
+    "generated-shared-prefix": (
+        *("--gsp-num-groups", "4", "--gsp-system-prompt-len", "512", "--gsp-question-len", "64"),
+        *("--gsp-output-len", "64"),
+    ),
+}
+
+
+class BenchFailed(RuntimeError):
+    """bench_serving ended with an error, or a request of it was not answered."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What bench_serving measured: tokens a second, times in milliseconds."""
+
+    workload: str
+    concurrency: int
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int
+    seconds: float
+    total_tokens_per_second: float
+    new_tokens_per_second: float
+    median_ttft_ms: float
+    p99_ttft_ms: float
+    median_tpot_ms: float
+    p99_tpot_ms: float
+
+
+def bench_serving(url: str, model: Path, workload: str, concurrency: int, requests: int) -> Figures:
+    """One run on an emptied cache. workload: a key of `WORKLOADS`. requests: a multiple of 4.
+
+    Raises BenchFailed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.jsonl"
+        command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
+        command += ["--model", str(model), "--dataset-name", workload, *WORKLOADS[workload]]
+        # One dataset reads the number of prompts, the other the size of its groups.
+        command += ["--num-prompts", str(requests), "--gsp-prompts-per-group", str(requests // 4)]
+        command += ["--max-concurrency", str(concurrency), "--seed", "1", "--flush-cache", "--disable-tqdm"]
+        command += ["--cache-report", "--temperature", "0", "--output-details"]
+        command += ["--output-file", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        if result.returncode or not output.exists():
+            raise BenchFailed(f"bench_serving ended with {result.returncode}:\n{result.stderr[-3000:]}")
+        measured = json.loads(output.read_text().splitlines()[-1])
+    errors = [error for error in measured["errors"] if error]
+    if errors or measured["completed"] != requests:
+        raise BenchFailed(f"{measured['completed']} of {requests} requests were answered: {errors[:3]}")
+    return Figures(
+        workload=workload,
+        concurrency=concurrency,
+        requests=measured["completed"],
+        prompt_tokens=measured["total_input_tokens"],
+        new_tokens=measured["total_output_tokens"],
+        cached_tokens=measured["cache_report"]["total_cached_tokens"],
+        seconds=measured["duration"],
+        total_tokens_per_second=measured["total_throughput"],
+        new_tokens_per_second=measured["output_throughput"],
+        median_ttft_ms=measured["median_ttft_ms"],
+        p99_ttft_ms=measured["p99_ttft_ms"],
+        median_tpot_ms=measured["median_tpot_ms"],
+        p99_tpot_ms=measured["p99_tpot_ms"],
+    )
