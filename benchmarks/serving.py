@@ -19,12 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.machine import describe
 from benchmarks.schema import Machine
-from sglang_k3.testing.bench_serving import WORKLOADS, Figures, bench_serving
+from benchmarks.text import machine_line
+from sglang_k3.testing.bench_serving import Figures, bench_serving, random_ids, shared_prefix
 from sglang_k3.testing.server_process import ServerProcess
 
+WORKLOADS = (random_ids(256, 64), shared_prefix(512, 64, 64))
 CONCURRENCIES = (1, 4, 16)
 REQUESTS = 32
-_WARM_UP = ("random-ids", 4, 4)
+_WARM_UP = (random_ids(256, 16), 4, 4)
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,12 +47,11 @@ def measure(model: Path, flags: list[str], console: Console) -> Report:
         command = ("--model-path", str(model), "--enable-cache-report", *flags)
         with ServerProcess(*command, log=Path(folder) / "server.log") as server:
             progress.update(task, description="warming up")
-            workload, concurrency, requests = _WARM_UP
-            bench_serving(server.url, model, workload, concurrency, requests)
+            bench_serving(server.url, model, *_WARM_UP)
             progress.advance(task)
             runs = []
             for workload, concurrency in cases:
-                progress.update(task, description=f"{workload}, {concurrency} at once")
+                progress.update(task, description=f"{workload.name}, {concurrency} at once")
                 runs.append(bench_serving(server.url, model, workload, concurrency, REQUESTS))
                 progress.advance(task)
     return Report(describe(), str(model), flags, runs)
@@ -58,24 +59,23 @@ def measure(model: Path, flags: list[str], console: Console) -> Report:
 
 def markdown(report: Report) -> str:
     rows = "\n".join(
-        f"| {run.workload} | {run.concurrency} | {run.requests} | {run.prompt_tokens} | "
-        f"{run.cached_tokens / run.prompt_tokens:.0%} | {run.new_tokens} | {run.total_tokens_per_second:.0f} | "
-        f"{run.new_tokens_per_second:.0f} | {run.median_ttft_ms:.0f} / {run.p99_ttft_ms:.0f} | "
-        f"{run.median_tpot_ms:.1f} / {run.p99_tpot_ms:.1f} |"
+        f"| {run.workload} | {run.concurrency} | {run.requests} | {run.prompt_tokens} "
+        f"| {run.cached_tokens / run.prompt_tokens:.0%} | {run.new_tokens} "
+        f"| {run.total_tokens_per_second:.0f} | {run.new_tokens_per_second:.0f} "
+        f"| {run.median_ttft_ms:.0f} / {run.p99_ttft_ms:.0f} "
+        f"| {run.median_tpot_ms:.1f} / {run.p99_tpot_ms:.1f} |"
         for run in report.runs
     )
-    machine = report.machine
     return f"""\
 # Serving {report.model}
 
-Written by `python -m benchmarks.serving`; the raw figures are in serving.json. A regime in which the fixed cost of
-a step is nearly everything: a model of some millions of parameters says nothing about a large one's speed.
+Written by `python -m benchmarks.serving`; the raw figures are in serving.json. A regime in which the fixed
+cost of a step is nearly everything: some millions of parameters say nothing about a large model's speed.
 
-{machine.cpu}, {machine.cores} cores, {machine.threads} threads, torch {machine.versions["torch"]}, SGLang \
-{machine.versions["sglang"]}, commit {machine.commit}, {machine.date}. Server flags: `{" ".join(report.flags)}`.
+{machine_line(report.machine)} Server flags: `{" ".join(report.flags)}`.
 
-| workload | concurrency | requests | prompt tokens | of them cached | new tokens | tokens/s | new tokens/s | \
-TTFT ms, median / p99 | TPOT ms, median / p99 |
+| workload | concurrency | requests | prompt tokens | of them cached | new tokens | tokens/s \
+| new tokens/s | TTFT ms, median / p99 | TPOT ms, median / p99 |
 | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |
 {rows}
 """

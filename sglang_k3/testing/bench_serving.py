@@ -11,16 +11,34 @@ from pathlib import Path
 
 LIMIT_S = 1800
 
-# Small enough for a CPU. bench_serving forces the number of new tokens (ignore_eos), so that texts of any
-# model are comparable; random-ids are token ids drawn evenly, generated-shared-prefix are groups of prompts
-# behind one system prompt each, which a prefix cache serves.
-WORKLOADS: dict[str, tuple[str, ...]] = {
-    "random-ids": (*("--random-input-len", "256", "--random-output-len", "64", "--random-range-ratio", "1"),),
-    "generated-shared-prefix": (
-        *("--gsp-num-groups", "4", "--gsp-system-prompt-len", "512", "--gsp-question-len", "64"),
-        *("--gsp-output-len", "64"),
-    ),
-}
+
+@dataclass(frozen=True)
+class Workload:
+    """What bench_serving sends: its dataset, and the flags that size it."""
+
+    name: str
+    dataset: str
+    flags: tuple[str, ...]
+
+
+def random_ids(prompt_tokens: int, new_tokens: int) -> Workload:
+    """Prompts of token ids drawn evenly; nothing for a prefix cache."""
+    lengths = ("--random-input-len", str(prompt_tokens), "--random-output-len", str(new_tokens))
+    return Workload(
+        f"random-ids {prompt_tokens}/{new_tokens}", "random-ids", (*lengths, "--random-range-ratio", "1")
+    )
+
+
+def shared_prefix(prefix_tokens: int, question_tokens: int, new_tokens: int) -> Workload:
+    """Four groups of prompts, each behind a system prompt of its own, which a prefix cache serves."""
+    return Workload(
+        f"generated-shared-prefix {prefix_tokens}+{question_tokens}/{new_tokens}",
+        "generated-shared-prefix",
+        (
+            *("--gsp-num-groups", "4", "--gsp-system-prompt-len", str(prefix_tokens)),
+            *("--gsp-question-len", str(question_tokens), "--gsp-output-len", str(new_tokens)),
+        ),
+    )
 
 
 class BenchFailed(RuntimeError):
@@ -46,15 +64,15 @@ class Figures:
     p99_tpot_ms: float
 
 
-def bench_serving(url: str, model: Path, workload: str, concurrency: int, requests: int) -> Figures:
-    """One run on an emptied cache. workload: a key of `WORKLOADS`. requests: a multiple of 4.
+def bench_serving(url: str, model: Path, workload: Workload, concurrency: int, requests: int) -> Figures:
+    """One run on an emptied cache. bench_serving forces the number of new tokens (ignore_eos).
 
-    Raises BenchFailed.
+    requests: a multiple of 4. Raises BenchFailed.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.jsonl"
         command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
-        command += ["--model", str(model), "--dataset-name", workload, *WORKLOADS[workload]]
+        command += ["--model", str(model), "--dataset-name", workload.dataset, *workload.flags]
         # One dataset reads the number of prompts, the other the size of its groups.
         command += ["--num-prompts", str(requests), "--gsp-prompts-per-group", str(requests // 4)]
         command += ["--max-concurrency", str(concurrency), "--seed", "1", "--flush-cache", "--disable-tqdm"]
@@ -68,7 +86,7 @@ def bench_serving(url: str, model: Path, workload: str, concurrency: int, reques
     if errors or measured["completed"] != requests:
         raise BenchFailed(f"{measured['completed']} of {requests} requests were answered: {errors[:3]}")
     return Figures(
-        workload=workload,
+        workload=workload.name,
         concurrency=concurrency,
         requests=measured["completed"],
         prompt_tokens=measured["total_input_tokens"],

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_k3.testing import streams
-from sglang_k3.testing.bench_serving import BenchFailed, Figures, bench_serving
+from sglang_k3.testing.bench_serving import BenchFailed, bench_serving, random_ids
 from sglang_k3.testing.server_process import ServerProcess, StartFailed
 from sglang_k3.testing.streams import RequestFailed, Streamed
 
@@ -102,12 +102,12 @@ def _chat(url: str, console: Console) -> None:
         raise DemoFailed("the second turn found nothing of the first in the prefix cache")
 
 
-def _bench(url: str, model: Path, console: Console) -> Figures:
+def _bench(url: str, model: Path, console: Console) -> None:
+    workload = random_ids(256, NEW_TOKENS)
     with console.status("sglang.bench_serving ..."):
-        figures = bench_serving(url, model, "random-ids", BENCH_CONCURRENCY, BENCH_REQUESTS)
-    table = Table(
-        title=f"sglang.bench_serving, random-ids, {BENCH_REQUESTS} requests, {BENCH_CONCURRENCY} at once"
-    )
+        figures = bench_serving(url, model, workload, BENCH_CONCURRENCY, BENCH_REQUESTS)
+    title = f"sglang.bench_serving, {workload.name}, {BENCH_REQUESTS} requests, {BENCH_CONCURRENCY} at once"
+    table = Table(title=title)
     for heading in ("prompt tokens", "new tokens", "tokens/s", "TTFT median", "TPOT median"):
         table.add_column(heading, justify="right")
     table.add_row(
@@ -118,7 +118,6 @@ def _bench(url: str, model: Path, console: Console) -> Figures:
         f"{figures.median_tpot_ms:.1f} ms",
     )
     console.print(table)
-    return figures
 
 
 def run(model: Path, flags: list[str], console: Console) -> int:

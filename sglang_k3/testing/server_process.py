@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 import requests
 
 START_LIMIT_S = 300
@@ -34,7 +35,7 @@ class ServerProcess:
     """A server in a session of its own; leaving the context ends every process of it.
 
     flags: launch_server's, model and all, without host and port. on_wait: called with the seconds since
-    the start, twice a second, until the server is healthy.
+    the start, twice a second, until the server is healthy. module: what is run in launch_server's place.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class ServerProcess:
         log: Path,
         env: Mapping[str, str] | None = None,
         on_wait: Callable[[float], None] = lambda seconds: None,
+        module: str = "sglang.launch_server",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.on_wait = on_wait
         self.start_seconds = 0.0
-        command = [sys.executable, "-m", "sglang.launch_server", *flags]
+        command = [sys.executable, "-m", module, *flags]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("w") as sink:
             self.process = subprocess.Popen(
@@ -80,6 +82,11 @@ class ServerProcess:
 
     def tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
+
+    def resident_bytes(self) -> int:
+        """Memory of all processes of the server; what several share is counted once in each."""
+        server = psutil.Process(self.process.pid)
+        return sum(part.memory_info().rss for part in (server, *server.children(recursive=True)))
 
     def close(self) -> None:
         """Ask the server to end, then end whatever is left of its session."""

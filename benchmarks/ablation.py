@@ -1,0 +1,225 @@
+"""What each piece of this project adds to SGLang's own Kimi K3 on a CPU, one at a time, on the real server.
+
+    python -m benchmarks.ablation --model tiny
+
+Starts a server for every stage: from SGLang's class with plain torch to everything, then everything but one
+piece. All stages run once, then all again (three times by default), so that a drift of the machine spreads
+over them. `sglang.bench_serving` is the client; a warm-up run in front of each stage is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.machine import describe
+from benchmarks.schema import Machine
+from benchmarks.stages import features
+from benchmarks.stages.models import MODELS, Model
+from benchmarks.stages.server import VARIABLE
+from benchmarks.text import machine_line
+from sglang_k3.testing.bench_serving import Figures, Workload, bench_serving, random_ids, shared_prefix
+from sglang_k3.testing.server_process import ServerProcess
+
+FLAGS = ("--device", "cpu", "--page-size", "16", "--max-running-requests", "8", "--enable-cache-report")
+FLAGS += ("--max-mamba-cache-size", "64", "--max-total-tokens", "65536")
+
+# Workload, concurrency, requests.
+Load = tuple[Workload, int, int]
+LOADS: tuple[Load, ...] = (
+    (random_ids(512, 128), 1, 4),
+    (random_ids(512, 128), 8, 16),
+    (shared_prefix(1024, 64, 64), 4, 16),
+)
+LONG_LOADS: tuple[Load, ...] = ((random_ids(16_000, 64), 1, 4), (random_ids(16_000, 64), 8, 8))
+_WARM_UP: Load = (random_ids(256, 16), 4, 4)
+
+
+class Run(msgspec.Struct, forbid_unknown_fields=True):
+    """One stage on one server. memory_bytes: resident in all processes of the server, behind the loads."""
+
+    stage: str
+    repeat: int
+    memory_bytes: int
+    figures: list[Figures]
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """docs/benchmarks/ablation-MODEL.json. stages: in order; alone: everything but one piece."""
+
+    machine: Machine
+    model: str
+    regime: str
+    flags: list[str]
+    repeats: int
+    stages: list[str]
+    alone: list[str]
+    runs: list[Run]
+
+    def seconds(self, stage: str, workload: str, concurrency: int) -> list[float]:
+        """Duration of the load in each repeat."""
+        return [f.seconds for f in self.figures(stage, workload, concurrency)]
+
+    def figures(self, stage: str, workload: str, concurrency: int) -> list[Figures]:
+        return [
+            f
+            for run in self.runs
+            if run.stage == stage
+            for f in run.figures
+            if f.workload == workload and f.concurrency == concurrency
+        ]
+
+
+def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tuple[int, list[Figures]]:
+    """Resident bytes and figures of a fresh server with these features on."""
+    checkpoint = model.packed if features.is_on(on, "packed") else model.dense
+    flags = ("--model-path", str(checkpoint), "--dtype", model.dtype, *FLAGS, *features.server_flags(on))
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(
+            *flags,
+            log=Path(folder) / "server.log",
+            env={VARIABLE: ",".join(sorted(on))},
+            module="benchmarks.stages.server",
+        )
+        with server:
+            bench_serving(server.url, checkpoint, *_WARM_UP)
+            figures = [bench_serving(server.url, checkpoint, *load) for load in loads]
+            return server.resident_bytes(), figures
+
+
+def measure(model: Model, loads: tuple[Load, ...], repeats: int, alone: bool, console: Console) -> Report:
+    stages = features.cumulative()
+    others = features.leave_one_out() if alone else []
+    runs = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=repeats * len(stages + others))
+        for repeat in range(repeats):
+            for label, on in stages + others:
+                progress.update(task, description=f"{repeat + 1} of {repeats}: {label}")
+                memory, figures = measure_stage(model, on, loads)
+                runs.append(Run(label, repeat, memory, figures))
+                console.print(f"{label}: " + ", ".join(f"{f.seconds:.2f} s" for f in figures))
+                progress.advance(task)
+    labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
+    return Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, runs)
+
+
+def markdown(report: Report) -> str:
+    parts = [
+        f"# Ablation on {report.model}\n",
+        "Written by `python -m benchmarks.ablation`; the raw figures are in the JSON file beside it.\n",
+        f"{report.regime}\n",
+        f"{machine_line(report.machine)} Medians of {report.repeats} interleaved repeats. Times by "
+        "`sglang.bench_serving`.\n",
+    ]
+    for load in dict.fromkeys((f.workload, f.concurrency) for f in report.runs[0].figures):
+        parts.append(f"## {load[0]}, {load[1]} at once\n")
+        parts.append(_table(report, *load))
+    return "\n".join(parts)
+
+
+def _table(report: Report, workload: str, concurrency: int) -> str:
+    head = "| stage | seconds | gain over the one before | tokens/s | TTFT ms, median / p99 "
+    head += "| TPOT ms, median / p99 | cached tokens | memory |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n"
+    rows = []
+    for index, stage in enumerate(report.stages):
+        gain = "" if index == 0 else _gain(report, report.stages[index - 1], stage, workload, concurrency)
+        rows.append(_row(report, stage, gain, workload, concurrency))
+    first, last = report.stages[0], report.stages[-1]
+    total = _gain(report, first, last, workload, concurrency)
+    text = head + "\n".join(rows) + f"\n\nFrom first to last: {total}.\n"
+    if report.alone:
+        rows = [
+            _row(report, stage, _gain(report, stage, last, workload, concurrency), workload, concurrency)
+            for stage in report.alone
+        ]
+        head = head.replace("gain over the one before", "what the piece gains in the full stack")
+        text += "\n" + head + "\n".join(rows) + "\n"
+    return text
+
+
+def _row(report: Report, stage: str, gain: str, workload: str, concurrency: int) -> str:
+    figures = report.figures(stage, workload, concurrency)
+
+    def median(attribute: str) -> float:
+        return statistics.median(getattr(f, attribute) for f in figures)
+
+    memory = statistics.median(run.memory_bytes for run in report.runs if run.stage == stage)
+    return (
+        f"| {stage} | {median('seconds'):.2f} | {gain} | {median('total_tokens_per_second'):.0f} "
+        f"| {median('median_ttft_ms'):.0f} / {median('p99_ttft_ms'):.0f} "
+        f"| {median('median_tpot_ms'):.1f} / {median('p99_tpot_ms'):.1f} "
+        f"| {median('cached_tokens'):.0f} | {memory / 2**20:.0f} MiB |"
+    )
+
+
+def _gain(report: Report, before: str, after: str, workload: str, concurrency: int) -> str:
+    """Ratio of the medians with the smallest and largest ratio of one repeat; "none" if they straddle 1."""
+    slow, fast = (report.seconds(stage, workload, concurrency) for stage in (before, after))
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    ratio = statistics.median(slow) / statistics.median(fast)
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"none ({spread})" if min(ratios) <= 1 <= max(ratios) else f"{ratio:.2f} times ({spread})"
+
+
+def plot(report: Report, path: Path) -> None:
+    """A waterfall of the duration by stage, one panel a load."""
+    from matplotlib.figure import Figure
+
+    loads = list(dict.fromkeys((f.workload, f.concurrency) for f in report.runs[0].figures))
+    figure = Figure(figsize=(5 * len(loads), 5), layout="constrained")
+    for axes, (workload, concurrency) in zip(
+        figure.subplots(1, len(loads), squeeze=False)[0], loads, strict=True
+    ):
+        medians = [statistics.median(report.seconds(s, workload, concurrency)) for s in report.stages]
+        for row, seconds in enumerate(medians):
+            before = medians[row - 1] if row else 0.0
+            axes.barh(
+                row, seconds - before, left=before, color="tab:green" if seconds < before else "tab:gray"
+            )
+            axes.text(max(seconds, before), row, f" {seconds:.2f} s", va="center", fontsize=8)
+        axes.set_yticks(range(len(medians)), report.stages, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.2 * max(medians))
+        axes.set_xlabel("seconds")
+        axes.set_title(f"{workload}, {concurrency} at once", fontsize=9)
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long", action="store_true", help="16,000-token prompts too (an hour more)")
+    parser.add_argument("--no-leave-one-out", action="store_true", help="only the cumulative stages")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with tempfile.TemporaryDirectory() as work:
+        report = measure(
+            MODELS[arguments.model](Path(work)),
+            LOADS + (LONG_LOADS if arguments.long else ()),
+            arguments.repeats,
+            not arguments.no_leave_one_out,
+            Console(file=sys.stderr),
+        )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / f"ablation-{arguments.model}"
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    stem.with_suffix(".md").write_text(markdown(report))
+    plot(report, stem.with_suffix(".png"))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()

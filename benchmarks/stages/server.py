@@ -1,0 +1,65 @@
+"""`python -m sglang.launch_server` with some of our features turned off, for the ablation only.
+
+    K3_FEATURES="our model class,compiled KDA" python -m benchmarks.stages.server FLAGS
+
+SGLang spawns its processes, and each spawned process imports this module again before it does anything: so
+what stands at module level takes effect in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from benchmarks.stages.features import NAMES, is_on, plain_operators
+from sglang_k3 import upstream
+from sglang_k3.kernels import registry
+
+VARIABLE = "K3_FEATURES"
+
+
+def turned_on() -> frozenset[str]:
+    """Raises ValueError for a feature nobody knows."""
+    names = frozenset(filter(None, os.environ[VARIABLE].split(",")))
+    if names - set(NAMES):
+        raise ValueError(f"unknown features {sorted(names - set(NAMES))}; known: {', '.join(NAMES)}")
+    return names
+
+
+def _choose_with(plain: tuple[str, ...], chunks: bool) -> Any:
+    """A `registry.choose` that hands out the reference for some operators."""
+    original = registry.choose
+
+    def choose(operator: str, call: registry.Call) -> Any:
+        names = [i.name for i in registry.implementations(operator)]
+        wanted = None
+        if operator.split(".")[0] in plain:
+            wanted = "reference"
+        elif operator == "kda.extend" and not chunks:
+            wanted = "recurrent"
+        if wanted is None or wanted not in names:
+            return original(operator, call)
+        return next(i.function for i in registry.implementations(operator) if i.name == wanted)
+
+    return choose
+
+
+def _apply(on: frozenset[str]) -> None:
+    registry.choose = _choose_with(plain_operators(on), is_on(on, "chunks"))
+    if not is_on(on, "model"):
+        architecture = "KimiK3ForConditionalGeneration"
+        upstream.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"
+
+
+if VARIABLE in os.environ:
+    _apply(turned_on())
+
+
+def main() -> None:
+    import runpy
+
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__":
+    main()
