@@ -130,7 +130,7 @@ def markdown(report: Report) -> str:
 
 def _table(report: Report, workload: str, concurrency: int) -> str:
     head = "| stage | seconds | gain over the one before | tokens/s | TTFT ms, median / p99 "
-    head += "| TPOT ms, median / p99 | cached tokens | memory |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n"
+    head += "| TPOT ms, median / p99 | cached tokens | memory |\n| --- " + 7 * "| --: " + "|\n"
     rows = []
     for index, stage in enumerate(report.stages):
         gain = "" if index == 0 else _gain(report, report.stages[index - 1], stage, workload, concurrency)
