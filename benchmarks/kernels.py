@@ -18,6 +18,7 @@ from benchmarks import machine, plot, report, runner, schema
 from benchmarks.cases import Case, Sizes, all_cases
 from benchmarks.cases.kda import transformers_bytes
 from benchmarks.measure import Protocol
+from sglang_k3.kernels import registry
 
 QUICK = Protocol(
     rounds=3,
@@ -58,8 +59,8 @@ def select(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
     return [case for case in cases if not only or case.name in only or set(case.operators) & set(only)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 where a line of the table is not valid."""
+def main(arguments: Sequence[str] | None = None, resolve: runner.Resolve = registry.resolve) -> int:
+    """0, or 1 where a line of the table is not valid. `resolve` chooses implementations."""
     made = parser()
     options = made.parse_args(arguments)
     sizes = Sizes.quick() if options.quick else Sizes.full()
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def begin(name: str) -> None:
             progress.update(task, description=name, advance=0 if progress.tasks[0].description == "" else 1)
 
-        result = runner.run(cases, settings, protocol, begin=begin)
+        result = runner.run(cases, settings, protocol, resolve=resolve, begin=begin)
         progress.update(task, description="done", completed=len(cases) + 2)
 
     console.print(report.screen(result))

@@ -59,7 +59,7 @@ def roofline(report: Report, path: Path) -> None:
     right.set_yticks(places, labels, fontsize=7)
     right.invert_yaxis()
     right.axvline(1.0, color="black", linewidth=0.8)
-    right.set_xlabel("part of the limit reached (hatched: matrix products limit, plain: memory)")
+    right.set_xlabel("part of the limit reached (hatched: of matrix products)")
     right.grid(alpha=0.3, axis="x")
     figure.suptitle(f"{report.machine.cpu}, {report.machine.threads} threads, {report.settings.regime} run")
     figure.savefig(path, dpi=110)

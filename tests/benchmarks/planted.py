@@ -1,11 +1,19 @@
-"""Slow-downs on purpose, and a clock that makes a measurement's times known beforehand."""
+"""Slow-downs on purpose, and a clock that makes a measurement's times known beforehand.
+
+    python -m tests.benchmarks.planted kda.decode 0.2 --only kda.decode --out DIR
+
+measures like `python -m benchmarks.kernels` with one operator slowed by a fifth, on the real clock: what
+`benchmarks.compare` says of the result and of an honest one shows whether the gate would notice on a machine.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from benchmarks import kernels
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.registry import Call, Implementation
 
@@ -62,3 +70,13 @@ def busier_by(share: float) -> Callable[[Callable], Callable]:
         return slow
 
     return change
+
+
+def main(arguments: list[str]) -> int:
+    """arguments: operator, share, then those of benchmarks.kernels."""
+    operator, share, *others = arguments
+    return kernels.main(others, resolve_with(operator, busier_by(float(share))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ from benchmarks.machine import ROOT
 from benchmarks.report import figures, markdown
 from benchmarks.schema import Entry, Reading, Report
 from sglang_k3.kernels import registry
+from tests.benchmarks import planted
 
 DOCUMENT = (ROOT / "docs" / "benchmarks.md").read_text()
 
@@ -212,6 +213,14 @@ def test_the_command_runs_on_the_real_clock(tmp_path: Path, capsys: pytest.Captu
     assert all(0 < entry.seconds < 10 for entry in written.entries)
     assert written.kda_decode is None and written.mxfp4 is None
     assert "output_gate_decode_fp32" in capsys.readouterr().out
+
+
+def test_a_planted_run_measures_the_same_lines(tmp_path: Path):
+    planted.main(["output_gate", "0.5", "--quick", "--only", "output_gate", "--out", str(tmp_path)])
+    written = schema.load(tmp_path / "kernels-quick-output_gate.json")
+    assert [(entry.operator, entry.implementation) for entry in written.entries] == [
+        ("output_gate", "numba")
+    ] * 4
 
 
 def test_an_unknown_operator_ends_the_command_with_the_known_ones(capsys: pytest.CaptureFixture):
