@@ -37,10 +37,20 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def generate(url: str, prompt: str, sampling: dict[str, Any]) -> Streamed:
-    """/generate; sampling: its sampling_params. Every event of it repeats the whole text so far."""
+    """/generate; sampling: its sampling_params."""
+    return _generate(url, {"text": prompt, "sampling_params": sampling})
+
+
+def generate_ids(url: str, prompt: list[int], sampling: dict[str, Any]) -> Streamed:
+    """/generate with a prompt of token ids."""
+    return _generate(url, {"input_ids": prompt, "sampling_params": sampling})
+
+
+def _generate(url: str, body: dict[str, Any]) -> Streamed:
     clock = _Clock()
     last: dict[str, Any] = {}
-    for event in _events(f"{url}/generate", {"text": prompt, "sampling_params": sampling}):
+    # Every event repeats the whole text so far.
+    for event in _events(f"{url}/generate", body):
         clock.tick()
         last = event
     meta = last["meta_info"]
