@@ -2,9 +2,9 @@
 
     python -m benchmarks.scaling
 
-Context: one request on the real server behind prompts of 1k to 64k tokens, once with three KDA layers to each
-MLA layer, once with as few KDA layers as a Kimi model may have (one). Batch: that many requests at once behind
-short prompts. Experts: the grouped MXFP4 operator alone, at a fixed number of rows.
+Context: one request on the real server behind prompts of 1k to 64k tokens, once with three KDA layers to
+each MLA layer, once with as few KDA layers as a Kimi model may have (one). Batch: that many requests at once
+behind short prompts. Experts: the grouped MXFP4 operator alone, at a fixed number of rows.
 """
 
 from __future__ import annotations

@@ -126,11 +126,30 @@ def softplus(x: np.float32) -> np.float32:
     return max(x, _ZERO) + _TWO * s * series
 
 
+def add_lanes(builder: ir.IRBuilder, sums: Any) -> Any:
+    """Emit the end of a dot product: lane j adds lane j + half, halving until one is left."""
+    value: Any = sums
+    width = LANES
+    while width > 1:
+        width //= 2
+        picks = ir.VectorType(ir.IntType(32), width)
+        low, high = (
+            builder.shuffle_vector(
+                value,
+                ir.Constant(value.type, ir.Undefined),
+                ir.Constant(picks, [start + j for j in range(width)]),
+            )
+            for start in (0, width)
+        )
+        value = builder.fadd(low, high)
+    return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+
 @intrinsic
 def _lane_sums(typing_context: Any, a: Any, b: Any, count: Any) -> Any:
     """sum of a[i] * b[i] over i < count (a multiple of LANES): lane j adds the i = j mod LANES in order,
-    then lane j adds lane j + half, halving until one is left. Spelled in vector instructions because
-    numba can't keep an array of running sums in registers."""
+    then `add_lanes`. Spelled in vector instructions because numba can't keep an array of running sums in
+    registers."""
     if not all(isinstance(x, types.Array) and x.layout == "C" and x.dtype == types.float32 for x in (a, b)):
         raise TypingError(f"dot needs contiguous fp32 vectors, got {a} and {b}")
 
@@ -164,21 +183,7 @@ def _lane_sums(typing_context: Any, a: Any, b: Any, count: Any) -> Any:
         builder.branch(test)
 
         builder.position_at_end(after)
-        value: Any = sums
-        width = LANES
-        while width > 1:
-            width //= 2
-            picks = ir.VectorType(ir.IntType(32), width)
-            low, high = (
-                builder.shuffle_vector(
-                    value,
-                    ir.Constant(value.type, ir.Undefined),
-                    ir.Constant(picks, [start + j for j in range(width)]),
-                )
-                for start in (0, width)
-            )
-            value = builder.fadd(low, high)
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+        return add_lanes(builder, sums)
 
     return types.float32(a, b, count), codegen
 

@@ -71,9 +71,10 @@ def test_batched_linear_takes_a_slice_of_wider_rows(linear: Linear) -> None:
     torch.testing.assert_close(linear(x, weight), linear(x.contiguous(), weight))
 
 
-@pytest.mark.parametrize("linear", [reference.linear, cpu.linear])
-def test_bf16_rounds_once_at_the_end(linear: Linear) -> None:
-    x, weight = _random(17, 256).bfloat16(), _random(32, 256, seed=1).bfloat16()
+@pytest.mark.parametrize("linear", [reference.linear, cpu.linear, cpu.linear_widened])
+@pytest.mark.parametrize(("tokens", "outputs"), [(0, 32), (1, 32), (7, 32), (8, 1), (17, 32), (30, 3000)])
+def test_bf16_rounds_once_at_the_end(linear: Linear, tokens: int, outputs: int) -> None:
+    x, weight = _random(tokens, 256).bfloat16(), _random(outputs, 256, seed=1).bfloat16()
     out = linear(x, weight)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-4)

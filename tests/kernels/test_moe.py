@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.layers.moe.topk import biased_grouped_topk_impl, grouped_topk_gpu
 
-from sglang_k3.kernels.moe import cpu, cpu_router, reference
+from sglang_k3.kernels.moe import cpu, cpu_router, packed_cpu, reference
 from sglang_k3.kernels.mx.reference import dequantize_mxfp4, quantize_mxfp4
 from tests.kernels.invariance import check_rows_keep_their_bits, same_bits
 
@@ -17,7 +17,7 @@ Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Experts = Callable[..., torch.Tensor]
 ROUTERS = [reference.route, cpu_router.route]
 EXPERTS = [reference.experts, cpu.experts, cpu.experts_row_blocks]
-PACKED = [reference.experts_mxfp4, cpu.experts_mxfp4, cpu.experts_mxfp4_row_blocks]
+PACKED = [reference.experts_mxfp4, cpu.experts_mxfp4, cpu.experts_mxfp4_row_blocks, packed_cpu.experts_mxfp4]
 TOKENS = [0, 1, 7, 16, 17, 100]
 BETAS = (4.0, 25.0)
 

@@ -54,13 +54,27 @@ def tanh(x: np.float32) -> np.float32:
     return -y if x < _ZERO else y
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def silu(gate: np.float32, up: np.float32) -> np.float32:
+    return gate * sigmoid(gate) * up
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def situ(gate: np.float32, up: np.float32, beta: np.float32) -> np.float32:
+    return beta * tanh(gate / beta) * sigmoid(gate) * up
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def situ_clipped(gate: np.float32, up: np.float32, beta: np.float32, linear_beta: np.float32) -> np.float32:
+    return situ(gate, linear_beta * tanh(up / linear_beta), beta)
+
+
 @njit(cache=True, nogil=True, error_model="numpy", parallel=True)
 def _silu(gate_up: np.ndarray, out: np.ndarray) -> None:
     width = out.shape[1]
     for t in prange(out.shape[0]):
         for i in range(width):
-            gate = gate_up[t, i]
-            out[t, i] = gate * sigmoid(gate) * gate_up[t, width + i]
+            out[t, i] = silu(gate_up[t, i], gate_up[t, width + i])
 
 
 @njit(cache=True, nogil=True, error_model="numpy", parallel=True)
@@ -68,8 +82,7 @@ def _situ(gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
     width = out.shape[1]
     for t in prange(out.shape[0]):
         for i in range(width):
-            gate = gate_up[t, i]
-            out[t, i] = beta * tanh(gate / beta) * sigmoid(gate) * gate_up[t, width + i]
+            out[t, i] = situ(gate_up[t, i], gate_up[t, width + i], beta)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", parallel=True)
@@ -77,6 +90,4 @@ def _situ_clipped(gate_up: np.ndarray, beta: np.float32, linear_beta: np.float32
     width = out.shape[1]
     for t in prange(out.shape[0]):
         for i in range(width):
-            gate = gate_up[t, i]
-            up = linear_beta * tanh(gate_up[t, width + i] / linear_beta)
-            out[t, i] = beta * tanh(gate / beta) * sigmoid(gate) * up
+            out[t, i] = situ_clipped(gate_up[t, i], gate_up[t, width + i], beta, linear_beta)

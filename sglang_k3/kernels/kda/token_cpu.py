@@ -13,7 +13,8 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
-from sglang_k3.kernels.row_math import dot, exp, narrow, widen
+from sglang_k3.kernels.kda.state_rows import ROWS, decay_and_add, dots
+from sglang_k3.kernels.row_math import LANES, dot, exp, narrow, widen
 
 _EPS = np.float32(NORM_EPS)
 _ONE = np.float32(1)
@@ -37,33 +38,74 @@ def advance_row(row, decay, k, decayed_k, decayed_q, key_query, value, beta):
     return o
 
 
-def _as_floats(row: Any, scratch: Any) -> Any:
-    """Inside numba: the row itself if it is fp32, else its widened copy in scratch."""
+@njit(cache=True, nogil=True, error_model="numpy")
+def _advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, o) -> None:
+    """`advance_row` on every row of an fp32 state [V, K], ROWS of them at a time, to the same bits."""
+    values, width = state.shape
+    whole = width - width % LANES
+    grouped = values - values % ROWS
+    for first in range(0, grouped, ROWS):
+        sums = dots(state, first, width, decayed_k, decayed_q, whole)
+        k0, q0, k1, q1, k2, q2, k3, q3 = sums
+        for i in range(whole, width):
+            k0 += state[first, i] * decayed_k[i]
+            q0 += state[first, i] * decayed_q[i]
+            k1 += state[first + 1, i] * decayed_k[i]
+            q1 += state[first + 1, i] * decayed_q[i]
+            k2 += state[first + 2, i] * decayed_k[i]
+            q2 += state[first + 2, i] * decayed_q[i]
+            k3 += state[first + 3, i] * decayed_k[i]
+            q3 += state[first + 3, i] * decayed_q[i]
+        u0 = beta * (v[first] - k0)
+        u1 = beta * (v[first + 1] - k1)
+        u2 = beta * (v[first + 2] - k2)
+        u3 = beta * (v[first + 3] - k3)
+        o[first] = q0 + u0 * key_query
+        o[first + 1] = q1 + u1 * key_query
+        o[first + 2] = q2 + u2 * key_query
+        o[first + 3] = q3 + u3 * key_query
+        decay_and_add(state, first, width, decay, k, (u0, u1, u2, u3), whole)
+        for i in range(whole, width):
+            state[first, i] = state[first, i] * decay[i] + u0 * k[i]
+            state[first + 1, i] = state[first + 1, i] * decay[i] + u1 * k[i]
+            state[first + 2, i] = state[first + 2, i] * decay[i] + u2 * k[i]
+            state[first + 3, i] = state[first + 3, i] * decay[i] + u3 * k[i]
+    for r in range(grouped, values):
+        o[r] = advance_row(state[r], decay, k, decayed_k, decayed_q, key_query, v[r], beta)
+
+
+def _advance_state(
+    state: Any,
+    decay: Any,
+    k: Any,
+    decayed_k: Any,
+    decayed_q: Any,
+    key_query: Any,
+    v: Any,
+    beta: Any,
+    row: Any,
+    o: Any,
+) -> None:
+    """Inside numba: every row of a state [V, K], fp32 or bf16 bits (through the scratch row [K])."""
     raise NotImplementedError("only inside numba code")
 
 
-def _put_back(values: Any, row: Any) -> None:
-    """Inside numba: store what `_as_floats` returned."""
-    raise NotImplementedError("only inside numba code")
+@overload(_advance_state, jit_options={"cache": True})
+def _advance_state_for(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
+    if state.dtype == types.float32:
 
+        def advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
+            _advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, o)
 
-@overload(_as_floats, jit_options={"cache": True})
-def _as_floats_for(row, scratch):
-    if row.dtype == types.float32:
-        return lambda row, scratch: row
+        return advance_floats
 
-    def copy(row, scratch):
-        widen(row, scratch)
-        return scratch
+    def advance_bits(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
+        for r in range(v.shape[0]):
+            widen(state[r], row)
+            o[r] = advance_row(row, decay, k, decayed_k, decayed_q, key_query, v[r], beta)
+            narrow(row, state[r])
 
-    return copy
-
-
-@overload(_put_back, jit_options={"cache": True})
-def _put_back_for(values, row):
-    if row.dtype == types.float32:
-        return lambda values, row: None
-    return lambda values, row: narrow(values, row)
+    return advance_bits
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -81,17 +123,15 @@ def token(q, k, v, g, beta, scale, state, scratch, o) -> None:
         scratch[_DECAY, i] = exp(g[i])
         scratch[_DECAYED_Q, i] = scratch[_DECAY, i] * scratch[_Q, i]
         scratch[_DECAYED_K, i] = scratch[_DECAY, i] * scratch[_K, i]
-    key_query = dot(scratch[_K], scratch[_Q])
-    for r in range(v.shape[0]):
-        row = _as_floats(state[r], scratch[_ROW])
-        o[r] = advance_row(
-            row,
-            scratch[_DECAY],
-            scratch[_K],
-            scratch[_DECAYED_K],
-            scratch[_DECAYED_Q],
-            key_query,
-            v[r],
-            beta,
-        )
-        _put_back(row, state[r])
+    _advance_state(
+        state,
+        scratch[_DECAY],
+        scratch[_K],
+        scratch[_DECAYED_K],
+        scratch[_DECAYED_Q],
+        dot(scratch[_K], scratch[_Q]),
+        v,
+        beta,
+        scratch[_ROW],
+        o,
+    )

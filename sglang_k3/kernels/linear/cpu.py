@@ -19,11 +19,17 @@ import torch.nn.functional as F
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.linear.rows import batched_rows, rows
+from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call
 
 logger = logging.getLogger(__name__)
 
 ROWS = 16
+
+WIDE_ROWS = 8
+"""Rows from which widening a bf16 weight costs less than it saves."""
+
+_TILE_NUMBERS = 1 << 18
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -40,6 +46,30 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
+def _bf16_without_instructions(call: Call) -> str | None:
+    if call.dtype != torch.bfloat16:
+        return f"widens bfloat16; {call.dtype} needs no widening"
+    return "this CPU multiplies bfloat16 matrices itself" if native_bf16() else None
+
+
+@registry.register("linear", "widened", preference=20, supports=_bf16_without_instructions)
+def linear_widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, In] bf16, weight [Out, In] bf16 -> [T, Out] bf16, by fp32 products from WIDE_ROWS rows on.
+
+    A CPU without bf16 instructions emulates them, at a quarter of the speed of fp32. The weight is widened
+    a tile at a time, so that a tile is read from a cache by its product.
+    """
+    if x.shape[0] < WIDE_ROWS:
+        return F.linear(x, weight)
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.shape[0])
+    tile = max(16, _TILE_NUMBERS // max(weight.shape[1], 1))
+    for start in range(0, weight.shape[0], tile):
+        part = weight[start : start + tile].detach().float()
+        torch.mm(wide, part.T, out=out[:, start : start + tile])
+    return out.to(x.dtype)
+
+
 @registry.register("linear", "row_blocks", preference=5, exact=True, supports=_fp32_only)
 def linear_row_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, In] fp32, weight [Out, In] fp32 -> [T, Out] fp32, one product per block of ROWS rows."""
@@ -53,6 +83,14 @@ def linear_row_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H, In], weight [H, In, Out] -> [T, H, Out] in x's dtype, one product per head."""
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+@registry.register("linear_batched", "widened", preference=20, supports=_bf16_without_instructions)
+def linear_batched_widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, H, In] bf16, weight [H, In, Out] bf16 -> [T, H, Out] bf16; see `linear_widened`."""
+    if x.shape[0] < WIDE_ROWS:
+        return linear_batched(x, weight)
+    return torch.bmm(x.transpose(0, 1).float(), weight.float()).transpose(0, 1).to(x.dtype)
 
 
 @registry.register("linear_batched", "row_blocks", preference=5, exact=True, supports=_fp32_only)

@@ -13,7 +13,7 @@ import torch
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.activation.cpu import gated
 from sglang_k3.kernels.linear.cpu import linear, linear_row_blocks
-from sglang_k3.kernels.moe import cpu_router  # noqa: F401  (registers moe.route)
+from sglang_k3.kernels.moe import cpu_router, packed_cpu  # noqa: F401  (register moe.route and packed experts)
 from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
 from sglang_k3.kernels.registry import Call
 from sglang_k3.kernels.row_math import fp32_or_bf16

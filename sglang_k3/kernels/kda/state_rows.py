@@ -1,0 +1,164 @@
+"""Vector instructions for rows of a KDA state: what numba's loops cannot be made to keep in registers.
+
+A row [K] of S takes part in two dot products before it is written, and a row alone leaves the adders
+waiting for one another. Here ROWS rows go together, each with its own running sums in the order that
+`row_math.dot` defines, so the bits of a row do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from sglang_k3.kernels.row_math import LANES, add_lanes
+
+ROWS = 4
+"""Rows worked on together: their sums and two vectors of operands fit 16 registers."""
+
+PREFETCH_ROWS = 32
+"""Rows asked for ahead of time: reading and writing memory does not overlap with arithmetic otherwise."""
+
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+def _need_fp32(**arrays: Any) -> None:
+    for name, kind in arrays.items():
+        if not (isinstance(kind, types.Array) and kind.layout == "C" and kind.dtype == types.float32):
+            raise TypingError(f"{name} must be contiguous fp32, got {kind}")
+
+
+def _over(
+    builder: ir.IRBuilder, count: Any, name: str, starts: list[Any], step: Callable[..., list[Any]]
+) -> Any:
+    """Emit a loop over i = 0, LANES, ... < count; step(i, values) -> values; the last ones."""
+    before = builder.block
+    test, body, after = (builder.append_basic_block(f"{name}.{part}") for part in ("test", "body", "after"))
+    builder.branch(test)
+    builder.position_at_end(test)
+    index = builder.phi(count.type)
+    index.add_incoming(ir.Constant(count.type, 0), before)
+    values = []
+    for start in starts:
+        value = builder.phi(start.type)
+        value.add_incoming(start, before)
+        values.append(value)
+    builder.cbranch(builder.icmp_signed("<", index, count), body, after)
+    builder.position_at_end(body)
+    for value, following in zip(values, step(index, values), strict=True):
+        value.add_incoming(following, builder.block)
+    index.add_incoming(builder.add(index, ir.Constant(count.type, LANES)), builder.block)
+    builder.branch(test)
+    builder.position_at_end(after)
+    return values
+
+
+def _vector_at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [index]), _VECTOR.as_pointer())
+
+
+def _load(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+    return builder.load(_vector_at(builder, pointer, index), align=4)
+
+
+def _pointers(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> list[Any]:
+    return [
+        context.make_array(kind)(context, builder, value).data
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+
+
+def _row_starts(builder: ir.IRBuilder, state: Any, first: Any, width: Any) -> list[Any]:
+    """Pointers to rows first .. first + ROWS - 1 of a matrix with rows of `width` numbers."""
+    rows = [builder.add(first, ir.Constant(first.type, r)) for r in range(ROWS)]
+    return [builder.gep(state, [builder.mul(row, width)]) for row in rows]
+
+
+def _ahead(builder: ir.IRBuilder, row: Any, width: Any) -> Any:
+    return builder.gep(row, [builder.mul(width, ir.Constant(width.type, PREFETCH_ROWS))])
+
+
+def _prefetch(builder: ir.IRBuilder, pointer: Any) -> None:
+    """Ask for a cache line that is going to be written; an address nobody owns is ignored."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    flags = [ir.Constant(number, flag) for flag in (1, 3, 1)]  # to write, keep in every cache, data
+    builder.call(function, [builder.bitcast(pointer, byte), *flags])
+
+
+@intrinsic
+def dots(typing_context: Any, state: Any, first: Any, width: Any, a: Any, b: Any, count: Any) -> Any:
+    """ROWS pairs (row . a, row . b) over the first `count` numbers (a multiple of LANES) of each row.
+
+    state [V, width], a, b [width], contiguous fp32; rows first .. first + ROWS - 1.
+    """
+    _need_fp32(state=state, a=a, b=b)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        matrix, start, wide, left, right, end = arguments
+        pointers = _pointers(
+            context, builder, [signature.args[0], *signature.args[3:5]], [matrix, left, right]
+        )
+        rows = _row_starts(builder, pointers[0], start, wide)
+
+        ahead = [_ahead(builder, row, wide) for row in rows]
+
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            for pointer in ahead:
+                _prefetch(builder, builder.gep(pointer, [index]))
+            operands = [_load(builder, pointer, index) for pointer in pointers[1:]]
+            following = []
+            for r, row in enumerate(rows):
+                x = _load(builder, row, index)
+                for o, operand in enumerate(operands):
+                    following.append(builder.fadd(sums[2 * r + o], builder.fmul(x, operand)))
+            return following
+
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = _over(builder, end, "dots", [zero] * (2 * ROWS), step)
+        totals = [add_lanes(builder, value) for value in sums]
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    result = types.UniTuple(types.float32, 2 * ROWS)
+    return result(state, first, width, a, b, count), codegen
+
+
+@intrinsic
+def decay_and_add(
+    typing_context: Any, state: Any, first: Any, width: Any, decay: Any, k: Any, u: Any, count: Any
+) -> Any:
+    """row <- row * decay + u_r * k over the first `count` numbers of ROWS rows; u a tuple of ROWS fp32."""
+    _need_fp32(state=state, decay=decay, k=k)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        matrix, start, wide, decays, keys, factors, end = arguments
+        pointers = _pointers(
+            context, builder, [signature.args[0], *signature.args[3:5]], [matrix, decays, keys]
+        )
+        rows = _row_starts(builder, pointers[0], start, wide)
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        spread = []
+        for r in range(ROWS):
+            first_lane = builder.insert_element(
+                undefined, builder.extract_value(factors, r), ir.Constant(ir.IntType(32), 0)
+            )
+            spread.append(builder.shuffle_vector(first_lane, undefined, lanes))
+
+        def step(index: Any, values: list[Any]) -> list[Any]:
+            d, key = (_load(builder, pointer, index) for pointer in pointers[1:])
+            for row, factor in zip(rows, spread, strict=True):
+                x = _load(builder, row, index)
+                following = builder.fadd(builder.fmul(x, d), builder.fmul(factor, key))
+                builder.store(following, _vector_at(builder, row, index), align=4)
+            return values
+
+        _over(builder, end, "decay", [], step)
+        return context.get_dummy_value()
+
+    return types.void(state, first, width, decay, k, u, count), codegen
