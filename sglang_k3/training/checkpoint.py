@@ -62,7 +62,9 @@ def save_checkpoint(
     generation = {**ids, "do_sample": sampling is not None, **(sampling or {})}
     for name, content in (("config", raw_config), ("generation_config", generation)):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    save_file(checkpoint_tensors(model), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(checkpoint_tensors(model), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # it is written for its owner alone
 
 
 def load_checkpoint(directory: Path) -> TrainingModel:

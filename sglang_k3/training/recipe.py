@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-TOKENS = 6_000_000
+TOKENS = 2_232_320
 """Tokens of the full run."""
 
 WARM_UP_STEPS = 20

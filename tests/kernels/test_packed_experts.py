@@ -1,4 +1,4 @@
-"""Packed experts decoded in registers: every code and scale, both ways to multiply, bits beside other rows."""
+"""Packed experts decoded in registers: all codes and scales, both ways to multiply, bits beside others."""
 
 from __future__ import annotations
 
