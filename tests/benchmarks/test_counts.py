@@ -74,7 +74,6 @@ def test_matrix_products_count_weights_and_rows():
 def test_packed_weights_take_17_bytes_for_32_elements():
     assert counts.mxfp4_weight_bytes(1, 32) == 17
     assert counts.mxfp4_weight_bytes(3072, 3584) == 5_849_088
-    assert counts.mxfp4_linear_bytes(16, 3584, 3072, 2) == 5_849_088 + 2 * 16 * 6656
 
 
 def test_experts_count_the_matrices_touched_and_the_rows_of_all_pairs():
@@ -87,7 +86,7 @@ def test_experts_count_the_matrices_touched_and_the_rows_of_all_pairs():
     [
         ("kda_decode", 51_316_224, 44_040_192),
         ("kda_prefill_4096", 131_072 * 641 * 4 + 32 * 65_536, 23_622_320_128),
-        ("mxfp4_matrix_1", 5_849_088 + 2 * 6656, 2 * 3072 * 3584),
+        ("mxfp4_expert_1", 3 * 5_849_088 + 2 * 3584 * 2 + 12, 3 * 2 * 3072 * 3584),
         ("linear_router_4_fp32", 4 * (7168 * 896 + 4 * 8064), 2 * 4 * 7168 * 896),
         ("mla_decode_fp32", 4 * 4096 * (576 * 4 + 4) + 4 * 96 * 4 * 1088, 4 * 4096 * 96 * 2 * 1088),
     ],

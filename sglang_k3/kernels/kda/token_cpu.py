@@ -13,8 +13,8 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
-from sglang_k3.kernels.kda.state_rows import ROWS, decay_and_add, dots
 from sglang_k3.kernels.row_math import LANES, dot, exp, narrow, widen
+from sglang_k3.kernels.row_vectors import ROWS, decay_and_add, dots
 
 _EPS = np.float32(NORM_EPS)
 _ONE = np.float32(1)

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from sglang_k3.kernels import registry
-from sglang_k3.kernels.mla.cpu_rows import attend_rows
+from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows
 from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import float_rows
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.row_math import array_of, float_rows
+from sglang_k3.kernels.split import over_items
 
 KEYS = 512
 """Cache rows gathered at a time: 1.2 MB of fp32 at 576 columns, which stays in a core's L2."""
+_FEW_ROWS = 2
+"""Rows a request, on average, up to which the matrix products of "blocks" are too small to be worth it."""
 QUERIES = 2048
 """Most (row, head) pairs scored against one block of keys: 4 MB of fp32 scores."""
 
@@ -38,25 +40,29 @@ def paged_attention_rows(
     scale: float,
     latent: int,
 ) -> torch.Tensor:
-    """Arguments and result as the reference; q and cache fp32, a cache row's columns contiguous."""
+    """Arguments and result as the reference; a cache row's columns contiguous. Also bf16, in fp32 inside."""
     if cache.stride(1) != 1:
         raise ValueError("the columns of a cache row must be contiguous")
     out = torch.zeros(q.shape[0], q.shape[1], latent)
-    lengths = cu_seqlens.diff()
-    requests = torch.arange(lengths.shape[0]).repeat_interleave(lengths)
-    positions = (prefix_lens - cu_seqlens[:-1])[requests] + torch.arange(requests.shape[0])
-    use_threads_for(int((positions + 1).sum()) * q.shape[1] * q.shape[2])
-    attend_rows(
+    bounds = cu_seqlens.numpy()
+    lengths = np.diff(bounds)
+    requests = np.arange(len(lengths)).repeat(lengths)
+    positions = (prefix_lens.numpy() - bounds[:-1])[requests] + np.arange(len(requests))
+    flat = cache.as_strided(((cache.shape[0] - 1) * cache.stride(0) + cache.shape[1],), (1,))
+    over_items(
+        attend_rows,
+        len(requests) * -(-q.shape[1] // HEADS),
+        int((positions + 1).sum()) * q.shape[1] * q.shape[2],
         float_rows(q),
-        cache.as_strided(((cache.shape[0] - 1) * cache.stride(0) + cache.shape[1],), (1,)).numpy(),
+        array_of(flat),
         cache.stride(0),
         token_table.numpy(),
-        request_rows[requests].numpy(),
-        positions.numpy(),
+        request_rows.numpy()[requests],
+        positions,
         np.float32(scale),
         out.numpy(),
     )
-    return out
+    return out.to(q.dtype)
 
 
 @registry.register("mla.paged_attention", "blocks", preference=10)
@@ -70,7 +76,13 @@ def paged_attention(
     scale: float,
     latent: int,
 ) -> torch.Tensor:
-    """Arguments and result as the reference; scores, softmax and sums in fp32 or wider."""
+    """Arguments and result as the reference; scores, softmax and sums in fp32 or wider.
+
+    A batch with few rows for each request (decode) goes row by row: one compiled loop over all of them.
+    """
+    if q.shape[0] <= _FEW_ROWS * request_rows.shape[0] and q.dtype in (torch.float32, torch.bfloat16):
+        arguments = (token_table, request_rows, cu_seqlens, prefix_lens, scale, latent)
+        return paged_attention_rows(q, cache, *arguments)
     heads = q.shape[1]
     out = q.new_zeros(q.shape[0], heads, latent)
     bounds = cu_seqlens.tolist()

@@ -1,70 +1,115 @@
-"""The exact loop of paged latent attention: one token and one head at a time."""
+"""Paged latent attention one token and one head at a time, in a fixed order over absolute positions."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from sglang_k3.kernels.row_math import dot, exp
+from sglang_k3.kernels.row_math import LANES, dot, exp, widen
+from sglang_k3.kernels.row_vectors import ROWS, add_rows, dots
 
 # Positions scored before the running maximum moves. Part of the definition: blocks start at multiples
 # of it, so a token's arithmetic is the same in whatever chunk it arrives.
-_KEYS = 32
-# Heads that share a pass over the keys, which then stay in cache. Any value gives the same bits.
-_HEADS = 8
+KEYS = 32
+# Heads that share a gathered block of keys. Any value gives the same bits.
+HEADS = 4
 _ZERO = np.float32(0)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def attend_rows(
-    q: np.ndarray,
-    cache: np.ndarray,
-    stride: int,
-    token_table: np.ndarray,
-    table_rows: np.ndarray,
-    positions: np.ndarray,
-    scale: np.float32,
-    out: np.ndarray,
-) -> None:
-    """Token t < len(positions) sees positions 0 .. positions[t] of table row table_rows[t].
+@njit(cache=True, nogil=True, error_model="numpy")
+def _score(keys, count, first, second, scale, scores) -> None:
+    """scores [2, KEYS] = scale keys [KEYS, D] . (first, second) [D], each sum in `row_math.dot`'s order."""
+    width = keys.shape[1]
+    whole = width - width % LANES
+    # Rows behind `count` are scored too, where a group of ROWS reaches over the end; nobody reads that.
+    for j in range(0, count, ROWS):
+        a0, b0, a1, b1, a2, b2, a3, b3 = dots(keys, j, width, first, second, whole)
+        for d in range(whole, width):
+            a0 += keys[j, d] * first[d]
+            b0 += keys[j, d] * second[d]
+            a1 += keys[j + 1, d] * first[d]
+            b1 += keys[j + 1, d] * second[d]
+            a2 += keys[j + 2, d] * first[d]
+            b2 += keys[j + 2, d] * second[d]
+            a3 += keys[j + 3, d] * first[d]
+            b3 += keys[j + 3, d] * second[d]
+        scores[0, j] = a0 * scale
+        scores[0, j + 1] = a1 * scale
+        scores[0, j + 2] = a2 * scale
+        scores[0, j + 3] = a3 * scale
+        scores[1, j] = b0 * scale
+        scores[1, j + 1] = b1 * scale
+        scores[1, j + 2] = b2 * scale
+        scores[1, j + 3] = b3 * scale
 
-    q [T, H, D] fp32; cache flat fp32, row `slot` at slot * stride; out [T, H, L] fp32. Rows of q and out
-    past len(positions) are neither read nor written.
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _score_one(keys, count, query, scale, scores) -> None:
+    for j in range(count):
+        scores[j] = dot(query, keys[j]) * scale
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _blend(keys, count, scores, top, total, row):
+    """One block into a head's row [L] = sum of exp(score - top) value; returns the new (top, total)."""
+    width = keys.shape[1]
+    latent = row.shape[0]
+    whole = latent - latent % LANES
+    new_top = top
+    for j in range(count):
+        new_top = np.float32(max(new_top, scores[j]))
+    kept = exp(top - new_top)
+    for d in range(latent):
+        row[d] *= kept
+    weight = total * kept
+    for j in range(count):
+        scores[j] = exp(scores[j] - new_top)
+        weight += scores[j]
+    grouped = count - count % ROWS
+    for j in range(0, grouped, ROWS):
+        add_rows(row, keys, j, width, (scores[j], scores[j + 1], scores[j + 2], scores[j + 3]), whole)
+        for d in range(whole, latent):
+            row[d] += scores[j] * keys[j, d]
+            row[d] += scores[j + 1] * keys[j + 1, d]
+            row[d] += scores[j + 2] * keys[j + 2, d]
+            row[d] += scores[j + 3] * keys[j + 3, d]
+    for j in range(grouped, count):
+        for d in range(latent):
+            row[d] += scores[j] * keys[j, d]
+    return new_top, weight
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def attend_rows(first, last, q, cache, stride, token_table, table_rows, positions, scale, out) -> None:
+    """Items: (token, group of HEADS heads). Token t sees positions 0 .. positions[t] of its table row.
+
+    q [T, H, D] fp32; cache flat, fp32 or bf16 bits, row `slot` at slot * stride; out [T, H, L] fp32 zeros.
     """
-    heads, width, latent = q.shape[1], q.shape[2], out.shape[2]
-    groups = (heads + _HEADS - 1) // _HEADS
-    for item in prange(positions.shape[0] * groups):
+    heads, width = q.shape[1], q.shape[2]
+    groups = (heads + HEADS - 1) // HEADS
+    keys = np.zeros((KEYS, width), np.float32)
+    scores = np.empty((HEADS, KEYS), np.float32)
+    tops = np.empty(HEADS, np.float32)
+    totals = np.empty(HEADS, np.float32)
+    for item in range(first, last):
         t = item // groups
-        first_head = item % groups * _HEADS
-        last_head = min(first_head + _HEADS, heads)
-        seen = positions[t] + 1
-        top = np.full(_HEADS, -np.inf, np.float32)
-        total = np.zeros(_HEADS, np.float32)
-        scores = np.empty(_KEYS, np.float32)
-        starts = np.empty(_KEYS, np.int64)
-        for block in range(0, seen, _KEYS):
-            count = min(_KEYS, seen - block)
+        begin = item % groups * HEADS
+        end = min(begin + HEADS, heads)
+        tops[:] = -np.inf
+        totals[:] = _ZERO
+        table = token_table[table_rows[t]]
+        for block in range(0, positions[t] + 1, KEYS):
+            count = min(KEYS, positions[t] + 1 - block)
             for j in range(count):
-                starts[j] = np.int64(token_table[table_rows[t], block + j]) * stride
-            for h in range(first_head, last_head):
-                old_top = np.float32(top[h - first_head])
-                new_top = old_top
-                for j in range(count):
-                    scores[j] = dot(q[t, h], cache[starts[j] : starts[j] + width]) * scale
-                    new_top = np.float32(max(new_top, scores[j]))
-                kept = exp(old_top - new_top)
-                row = out[t, h]
-                for d in range(latent):
-                    row[d] *= kept
-                weight = total[h - first_head] * kept
-                for j in range(count):
-                    share = exp(scores[j] - new_top)
-                    weight += share
-                    value = cache[starts[j] : starts[j] + latent]
-                    for d in range(latent):
-                        row[d] += share * value[d]
-                top[h - first_head] = new_top
-                total[h - first_head] = weight
-        for h in range(first_head, last_head):
-            for d in range(latent):
-                out[t, h, d] /= total[h - first_head]
+                start = np.int64(table[block + j]) * stride
+                widen(cache[start : start + width], keys[j])
+            for h in range(begin, end - 1, 2):
+                _score(keys, count, q[t, h], q[t, h + 1], scale, scores[h - begin : h - begin + 2])
+            if (end - begin) % 2:
+                _score_one(keys, count, q[t, end - 1], scale, scores[end - 1 - begin])
+            for h in range(begin, end):
+                i = h - begin
+                tops[i], totals[i] = _blend(keys, count, scores[i], tops[i], totals[i], out[t, h])
+        for h in range(begin, end):
+            for d in range(out.shape[2]):
+                out[t, h, d] /= totals[h - begin]

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from sglang_k3.kernels.mx.reference import BLOCK, E8M0
 from sglang_k3.kernels.row_math import LANES, add_lanes
+from sglang_k3.kernels.row_vectors import spread
 
 HALF = BLOCK // 2
 HALF_SCALES = np.array(E8M0, dtype=np.float32) * np.float32(0.5)
@@ -62,12 +63,6 @@ def _decode(builder: ir.IRBuilder, packed: Any, index: Any) -> list[Any]:
     low = builder.and_(codes, _bytes(15))
     high = builder.lshr(codes, _bytes(4))
     return [v for part in (low, high) for v in _as_floats(builder, _twice(builder, part))]
-
-
-def _spread(builder: ir.IRBuilder, scalar: Any) -> Any:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    one = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
 
 
 def _pointer(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
@@ -139,7 +134,7 @@ def _dots(rows: int) -> Any:
                 values = _decode(builder, codes, builder.mul(block, ir.Constant(block.type, HALF)))
                 place = builder.mul(block, ir.Constant(block.type, BLOCK))
                 byte_of_scale = builder.zext(builder.load(builder.gep(scales, [block])), block.type)
-                factor = _spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
+                factor = spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
                 following = []
                 for pointer, total in zip(starts, sums, strict=True):
                     inside: Any = None
@@ -197,7 +192,7 @@ def unpack_row(
             values = _decode(builder, codes, builder.mul(block, ir.Constant(block.type, HALF)))
             at = builder.mul(block, ir.Constant(block.type, BLOCK))
             byte_of_scale = builder.zext(builder.load(builder.gep(scales, [block])), block.type)
-            factor = _spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
+            factor = spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
             for part, value in enumerate(values):
                 position = builder.add(at, ir.Constant(at.type, part * LANES))
                 vector = builder.bitcast(builder.gep(target, [position]), _FLOATS.as_pointer())

@@ -1,8 +1,8 @@
-"""Vector instructions for rows of a KDA state: what numba's loops cannot be made to keep in registers.
+"""Vector instructions for several rows at once: what numba's loops cannot be made to keep in registers.
 
-A row [K] of S takes part in two dot products before it is written, and a row alone leaves the adders
-waiting for one another. Here ROWS rows go together, each with its own running sums in the order that
-`row_math.dot` defines, so the bits of a row do not depend on its neighbours.
+One row at a time leaves the adders waiting for one another, and loads its operands again for every row. Here
+ROWS rows go together, each with its own running sums in the order that `row_math.dot` defines, so the bits of
+a row do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def _pointers(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> l
         context.make_array(kind)(context, builder, value).data
         for kind, value in zip(kinds, values, strict=True)
     ]
+
+
+def spread(builder: ir.IRBuilder, scalar: Any) -> Any:
+    """A vector with the scalar in every lane."""
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(one, undefined, lanes)
 
 
 def _row_starts(builder: ir.IRBuilder, state: Any, first: Any, width: Any) -> list[Any]:
@@ -141,18 +149,11 @@ def decay_and_add(
             context, builder, [signature.args[0], *signature.args[3:5]], [matrix, decays, keys]
         )
         rows = _row_starts(builder, pointers[0], start, wide)
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        undefined = ir.Constant(_VECTOR, ir.Undefined)
-        spread = []
-        for r in range(ROWS):
-            first_lane = builder.insert_element(
-                undefined, builder.extract_value(factors, r), ir.Constant(ir.IntType(32), 0)
-            )
-            spread.append(builder.shuffle_vector(first_lane, undefined, lanes))
+        factor_lanes = [spread(builder, builder.extract_value(factors, r)) for r in range(ROWS)]
 
         def step(index: Any, values: list[Any]) -> list[Any]:
             d, key = (_load(builder, pointer, index) for pointer in pointers[1:])
-            for row, factor in zip(rows, spread, strict=True):
+            for row, factor in zip(rows, factor_lanes, strict=True):
                 x = _load(builder, row, index)
                 following = builder.fadd(builder.fmul(x, d), builder.fmul(factor, key))
                 builder.store(following, _vector_at(builder, row, index), align=4)
@@ -162,3 +163,32 @@ def decay_and_add(
         return context.get_dummy_value()
 
     return types.void(state, first, width, decay, k, u, count), codegen
+
+
+@intrinsic
+def add_rows(
+    typing_context: Any, target: Any, rows: Any, first: Any, width: Any, factors: Any, count: Any
+) -> Any:
+    """target <- ((target + f0 row0) + f1 row1) + ... over the first `count` numbers (a multiple of LANES).
+
+    target [>= count], rows [n, width], contiguous fp32; rows first .. first + ROWS - 1; factors a tuple.
+    """
+    _need_fp32(target=target, rows=rows)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        into, matrix, start, wide, scalars, end = arguments
+        pointers = _pointers(context, builder, signature.args[:2], [into, matrix])
+        starts = _row_starts(builder, pointers[1], start, wide)
+        factor_lanes = [spread(builder, builder.extract_value(scalars, r)) for r in range(ROWS)]
+
+        def step(index: Any, values: list[Any]) -> list[Any]:
+            total = _load(builder, pointers[0], index)
+            for row, factor in zip(starts, factor_lanes, strict=True):
+                total = builder.fadd(total, builder.fmul(factor, _load(builder, row, index)))
+            builder.store(total, _vector_at(builder, pointers[0], index), align=4)
+            return values
+
+        _over(builder, end, "add_rows", [], step)
+        return context.get_dummy_value()
+
+    return types.void(target, rows, first, width, factors, count), codegen
