@@ -49,7 +49,7 @@ def _paged(s: Sizes, phase: str, requests: int, prefix: int, new: int, dtype: st
 
     return Case(
         name=f"mla_{phase}_{dtype}",
-        operators=("mla.paged_attention",),
+        operator="mla.paged_attention",
         dtype=dtype,
         shape={
             "requests": requests,
@@ -73,11 +73,11 @@ def _absorb(s: Sizes, dtype: str) -> Case:
     def make() -> Arguments:
         draw = Draw()
         x = draw.normal(s.requests, s.heads, s.nope, dtype=dtype)
-        return (x, draw.normal(s.heads, s.nope, s.latent, dtype=dtype, scale=0.05))
+        return (x, draw.normal(s.heads, s.latent, s.nope, dtype=dtype, scale=0.05))
 
     return Case(
         name=f"linear_absorb_{dtype}",
-        operators=("linear_batched",),
+        operator="linear_batched",
         dtype=dtype,
         shape={"rows": s.requests, "heads": s.heads, "in": s.nope, "out": s.latent},
         traffic="read",
@@ -97,7 +97,7 @@ def _linear(what: str, rows: int, inputs: int, outputs: int, dtype: str) -> Case
 
     return Case(
         name=f"linear_{what}_{rows}_{dtype}",
-        operators=("linear",),
+        operator="linear",
         dtype=dtype,
         shape={"rows": rows, "in": inputs, "out": outputs},
         traffic="read",

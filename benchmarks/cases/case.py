@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -127,23 +126,17 @@ class PeerRun:
     rounds: int | None = None
 
 
-def alone(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """The only operator of a case."""
-    (function,) = functions
-    return function
-
-
 @dataclass(frozen=True)
 class Case:
     """One operator at one shape.
 
-    operators: registry keys, `combine` makes one function of their implementations. traffic: the memory probe
-    that moves bytes as the operator does. cold: indices of the arguments that must not be found in a cache.
-    expand: see `rotation`. note: what was cut, and what else a reader must know.
+    operator: registry key. traffic: the memory probe that moves bytes as the operator does. cold: indices of
+    the arguments that must not be found in a cache. expand: see `rotation`. note: what was cut, and what else
+    a reader must know.
     """
 
     name: str
-    operators: tuple[str, ...]
+    operator: str
     dtype: str
     shape: dict[str, int]
     traffic: str
@@ -152,14 +145,9 @@ class Case:
     make: Callable[[], Arguments]
     cold: tuple[int, ...]
     modes: tuple[str, ...] = ("fast", "exact")
-    combine: Callable[[Sequence[Callable[..., Any]]], Callable[..., Any]] = alone
     expand: Callable[[Arguments], Sequence[Arguments]] = lambda arguments: [arguments]
     peers: tuple[PeerRun, ...] = ()
     note: str = ""
-
-    @property
-    def operator(self) -> str:
-        return " + ".join(self.operators)
 
 
 class Draw:

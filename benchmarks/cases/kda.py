@@ -64,7 +64,7 @@ def _decode(s: Sizes, dtype: str) -> Case:
 
     return Case(
         name="kda_decode" if dtype == "fp32" else f"kda_decode_{dtype}",
-        operators=("kda.decode",),
+        operator="kda.decode",
         dtype=dtype,
         shape={"requests": n, "heads": h, "K": d, "V": d},
         traffic="stream",
@@ -93,7 +93,7 @@ def _prefill(s: Sizes, tokens: int, modes: tuple[str, ...], peer: bool = False) 
     rule = PeerRun("transformers", "fp32", _follow, peer_arguments, rounds=PEER_ROUNDS)
     return Case(
         name=prefill_name(tokens),
-        operators=("kda.extend",),
+        operator="kda.extend",
         dtype="fp32",
         shape={"tokens": tokens, "heads": h, "K": d, "V": d},
         traffic="read",
@@ -132,7 +132,7 @@ def _gate(s: Sizes, phase: str, tokens: int) -> Case:
 
     return Case(
         name=f"kda_gate_{phase}",
-        operators=("kda.gate",),
+        operator="kda.gate",
         dtype="fp32",
         shape={"tokens": tokens, "heads": h, "K": d},
         traffic="copy",
@@ -157,7 +157,7 @@ def _conv_extend(s: Sizes, dtype: str) -> Case:
 
     return Case(
         name=f"short_conv_extend_{dtype}",
-        operators=("short_conv.extend",),
+        operator="short_conv.extend",
         dtype=dtype,
         shape={"tokens": tokens, "channels": channels, "width": width},
         traffic="copy",
@@ -183,7 +183,7 @@ def _conv_decode(s: Sizes, dtype: str) -> Case:
 
     return Case(
         name=f"short_conv_decode_{dtype}",
-        operators=("short_conv.decode",),
+        operator="short_conv.decode",
         dtype=dtype,
         shape={"requests": n, "channels": channels, "width": width},
         traffic="stream",
@@ -204,7 +204,7 @@ def _gated_norm(s: Sizes, phase: str, tokens: int, dtype: str) -> Case:
 
     return Case(
         name=f"gated_rms_norm_{phase}_{dtype}",
-        operators=("gated_rms_norm",),
+        operator="gated_rms_norm",
         dtype=dtype,
         shape={"tokens": tokens, "heads": h, "V": d},
         traffic="copy",

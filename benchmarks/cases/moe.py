@@ -1,10 +1,9 @@
-"""The router, one packed expert matrix beside plain linear maps, and whole experts for several rows."""
+"""The router, one packed expert beside plain linear maps, and the experts of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,10 @@ from benchmarks import counts
 from benchmarks.cases.case import ELEMENT, Case, Draw, PeerRun, Sizes
 from benchmarks.rotation import Arguments
 
-MATRIX_ROWS = (1, 16, 64)
+ONE_EXPERT_ROWS = (1, 16, 64)
 EXPERT_ROWS = (1, 4, 16, 64)
 
+_PEER_ROUNDS = 5
 _SCALE_BYTE = 120  # 2^-7: weights of a usual size
 
 
@@ -23,14 +23,14 @@ def cases(sizes: Sizes) -> list[Case]:
     s = sizes
     return [
         *(_route(s, phase, tokens) for phase, tokens in (("decode", s.requests), ("extend", s.rows))),
-        *(_matrix(s, rows) for rows in MATRIX_ROWS),
+        *(_expert(s, rows) for rows in ONE_EXPERT_ROWS),
         *(_experts(s, rows, "bf16", ("fast",)) for rows in EXPERT_ROWS),
         *(_experts(s, rows, "fp32", ("exact",)) for rows in EXPERT_ROWS[::2]),
     ]
 
 
-def matrix_name(rows: int) -> str:
-    return f"mxfp4_matrix_{rows}"
+def expert_name(rows: int) -> str:
+    return f"mxfp4_expert_{rows}"
 
 
 def _route(s: Sizes, phase: str, tokens: int) -> Case:
@@ -41,7 +41,7 @@ def _route(s: Sizes, phase: str, tokens: int) -> Case:
 
     return Case(
         name=f"route_{phase}",
-        operators=("moe.route",),
+        operator="moe.route",
         dtype="fp32",
         shape={"tokens": tokens, "experts": s.experts, "top_k": s.top_k},
         traffic="read",
@@ -59,45 +59,48 @@ def _packed(draw: Draw, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return draw.bytes(*leading, columns // 2), scale
 
 
-def _unpack_then_multiply(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    dequantize, linear = functions
-
-    def run(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return linear(x, dequantize(packed, scale, x.dtype))
-
-    return run
-
-
-def _matrix(s: Sizes, rows: int) -> Case:
-    outputs, inputs = s.expert_inner, s.expert_width
+def _expert(s: Sizes, rows: int) -> Case:
+    """All rows go to one expert, which is another one in every call."""
+    inner, width = s.expert_inner, s.expert_width
+    # Without bf16 instructions, torch takes up to seconds for several rows.
+    rounds = None if rows == 1 else _PEER_ROUNDS
 
     def make() -> Arguments:
         draw = Draw()
-        return (draw.normal(rows, inputs, dtype="bf16"), *_packed(draw, outputs, inputs))
+        x = draw.normal(rows, width, dtype="bf16")
+        choice = (torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
+        w13 = _packed(draw, 1, 2 * inner, width)
+        w2 = _packed(draw, 1, width, inner)
+        return (x, *choice, *w13, *w2, s.situ_beta, s.situ_linear_beta)
 
     def plain(dtype: str) -> tuple[Arguments, Sequence[int]]:
         draw = Draw()
-        x = draw.normal(rows, inputs, dtype=dtype)
-        return (x, draw.normal(outputs, inputs, dtype=dtype, scale=0.02)), (0, 1)
+        x = draw.normal(rows, width, dtype=dtype)
+        w13 = draw.normal(2 * inner, width, dtype=dtype, scale=0.02)
+        return (x, w13, draw.normal(width, inner, dtype=dtype, scale=0.02)), (1, 2)
 
     return Case(
-        name=matrix_name(rows),
-        operators=("mx.dequantize_mxfp4", "linear"),
+        name=expert_name(rows),
+        operator="moe.experts_mxfp4",
         dtype="bf16",
-        shape={"rows": rows, "in": inputs, "out": outputs},
+        shape={"rows": rows, "width": width, "inner": inner},
         traffic="read",
-        bytes_moved=counts.mxfp4_linear_bytes(rows, inputs, outputs, ELEMENT["bf16"]),
-        flops=counts.linear_flops(rows, inputs, outputs),
+        bytes_moved=counts.experts_bytes(1, rows, 1, width, inner, ELEMENT["bf16"]),
+        flops=counts.experts_flops(rows, 1, width, inner),
         make=make,
-        cold=(0, 1, 2),
+        cold=(3, 4, 5, 6),
         modes=("fast",),
-        combine=_unpack_then_multiply,
         peers=tuple(
-            PeerRun(f"torch linear {dtype}", dtype, F.linear, partial(plain, dtype))
+            PeerRun(f"torch linear {dtype}", dtype, _torch_linears, partial(plain, dtype), rounds)
             for dtype in ("bf16", "fp32")
         ),
-        note="unpacked, then multiplied: what an expert does with each of its matrices",
+        note=f"one expert, {inner} x {width} three times; the peers' two products have no activation between",
     )
+
+
+def _torch_linears(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """An expert's products alone, the half of the first standing for its activation."""
+    return F.linear(F.linear(x, w13)[:, : w2.shape[1]], w2)
 
 
 def _experts(s: Sizes, rows: int, dtype: str, modes: tuple[str, ...]) -> Case:
@@ -119,7 +122,7 @@ def _experts(s: Sizes, rows: int, dtype: str, modes: tuple[str, ...]) -> Case:
 
     return Case(
         name=f"experts_{rows}_{dtype}",
-        operators=("moe.experts_mxfp4",),
+        operator="moe.experts_mxfp4",
         dtype=dtype,
         shape={
             "tokens": rows,

@@ -32,7 +32,7 @@ def _rms_norm(s: Sizes, phase: str, tokens: int, dtype: str) -> Case:
 
     return Case(
         name=f"rms_norm_{phase}_{dtype}",
-        operators=("rms_norm",),
+        operator="rms_norm",
         dtype=dtype,
         shape={"tokens": tokens, "width": s.hidden},
         traffic="copy",
@@ -50,7 +50,7 @@ def _activation(s: Sizes, phase: str, tokens: int, dtype: str) -> Case:
 
     return Case(
         name=f"activation_{phase}_{dtype}",
-        operators=("activation.gated",),
+        operator="activation.gated",
         dtype=dtype,
         shape={"tokens": tokens, "inner": s.shared_inner},
         traffic="copy",
@@ -71,7 +71,7 @@ def _output_gate(s: Sizes, phase: str, tokens: int, dtype: str) -> Case:
 
     return Case(
         name=f"output_gate_{phase}_{dtype}",
-        operators=("output_gate",),
+        operator="output_gate",
         dtype=dtype,
         shape={"tokens": tokens, "width": width},
         traffic="copy",
@@ -90,7 +90,7 @@ def _mix(s: Sizes, phase: str, tokens: int, dtype: str) -> Case:
 
     return Case(
         name=f"residual_mix_{phase}_{dtype}",
-        operators=("attention_residual.mix",),
+        operator="attention_residual.mix",
         dtype=dtype,
         shape={"bank": s.bank, "tokens": tokens, "width": s.hidden},
         traffic="read",
@@ -111,7 +111,7 @@ def _block_prepare(s: Sizes) -> Case:
 
     return Case(
         name="residual_prepare",
-        operators=("attention_residual.block_prepare",),
+        operator="attention_residual.block_prepare",
         dtype="fp32",
         shape={"bank": s.bank, "tokens": tokens, "width": s.hidden, "readers": mixes},
         traffic="copy",
@@ -133,7 +133,7 @@ def _merge_partial(s: Sizes) -> Case:
 
     return Case(
         name="residual_merge",
-        operators=("attention_residual.merge_partial",),
+        operator="attention_residual.merge_partial",
         dtype="fp32",
         shape={"tokens": tokens, "width": s.hidden},
         traffic="copy",

@@ -32,6 +32,13 @@ def _need_fp32(**arrays: Any) -> None:
             raise TypingError(f"{name} must be contiguous fp32, got {kind}")
 
 
+def _need_matrix(kind: Any) -> None:
+    if not (
+        isinstance(kind, types.Array) and kind.layout == "C" and kind.dtype in (types.float32, types.uint16)
+    ):
+        raise TypingError(f"a matrix must be contiguous fp32 or bf16 bits, got {kind}")
+
+
 def _over(
     builder: ir.IRBuilder, count: Any, name: str, starts: list[Any], step: Callable[..., list[Any]]
 ) -> Any:
@@ -99,13 +106,25 @@ def _prefetch(builder: ir.IRBuilder, pointer: Any) -> None:
     builder.call(function, [builder.bitcast(pointer, byte), *flags])
 
 
+def _load_wide(builder: ir.IRBuilder, kind: Any, pointer: Any, index: Any) -> Any:
+    """LANES numbers as fp32, from fp32 or from bf16 bits."""
+    if kind.dtype == types.float32:
+        return _load(builder, pointer, index)
+    halves, words = (ir.VectorType(ir.IntType(bits), LANES) for bits in (16, 32))
+    place = builder.bitcast(builder.gep(pointer, [index]), halves.as_pointer())
+    bits = builder.zext(builder.load(place, align=2), words)
+    return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), _VECTOR)
+
+
 @intrinsic
 def dots(typing_context: Any, state: Any, first: Any, width: Any, a: Any, b: Any, count: Any) -> Any:
     """ROWS pairs (row . a, row . b) over the first `count` numbers (a multiple of LANES) of each row.
 
-    state [V, width], a, b [width], contiguous fp32; rows first .. first + ROWS - 1.
+    state [V, width] fp32 or bf16 bits (uint16), a, b [width] fp32, all contiguous; rows first .. first +
+    ROWS - 1.
     """
-    _need_fp32(state=state, a=a, b=b)
+    _need_fp32(a=a, b=b)
+    _need_matrix(state)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         matrix, start, wide, left, right, end = arguments
@@ -122,7 +141,7 @@ def dots(typing_context: Any, state: Any, first: Any, width: Any, a: Any, b: Any
             operands = [_load(builder, pointer, index) for pointer in pointers[1:]]
             following = []
             for r, row in enumerate(rows):
-                x = _load(builder, row, index)
+                x = _load_wide(builder, signature.args[0], row, index)
                 for o, operand in enumerate(operands):
                     following.append(builder.fadd(sums[2 * r + o], builder.fmul(x, operand)))
             return following
@@ -134,6 +153,35 @@ def dots(typing_context: Any, state: Any, first: Any, width: Any, a: Any, b: Any
 
     result = types.UniTuple(types.float32, 2 * ROWS)
     return result(state, first, width, a, b, count), codegen
+
+
+@intrinsic
+def matrix_dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, count: Any) -> Any:
+    """row . a for rows first .. first + ROWS - 1, over the first `count` numbers (a multiple of LANES).
+
+    matrix [n, width] contiguous, fp32 or bf16 bits (uint16); a [width] fp32. Returns ROWS fp32.
+    """
+    _need_fp32(a=a)
+    _need_matrix(matrix)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        pointers = _pointers(context, builder, [kind, signature.args[3]], [arguments[0], arguments[3]])
+        rows = _row_starts(builder, pointers[0], arguments[1], arguments[2])
+
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            operand = _load(builder, pointers[1], index)
+            return [
+                builder.fadd(total, builder.fmul(_load_wide(builder, kind, row, index), operand))
+                for total, row in zip(sums, rows, strict=True)
+            ]
+
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = _over(builder, arguments[4], "matrix", [zero] * ROWS, step)
+        totals = [add_lanes(builder, value) for value in sums]
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    return types.UniTuple(types.float32, ROWS)(matrix, first, width, a, count), codegen
 
 
 @intrinsic

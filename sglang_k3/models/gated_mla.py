@@ -72,12 +72,12 @@ class GatedMLA(nn.Module):
         )
 
     def absorb(self) -> None:
-        """After loading: w_uk [H, nope, latent] and w_uv [H, latent, v] from kv_b_proj's rows."""
+        """After loading: w_uk [H, latent, nope] and w_uv [H, v, latent] from kv_b_proj's rows."""
         mla = self.mla
         weight: torch.Tensor = self.kv_b_proj.weight.data  # type: ignore[assignment]
         per_head = weight.view(self.heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
-        self.w_uk = per_head[:, : mla.qk_nope_head_dim].contiguous()
-        self.w_uv = per_head[:, mla.qk_nope_head_dim :].transpose(1, 2).contiguous()
+        self.w_uk = per_head[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()
+        self.w_uv = per_head[:, mla.qk_nope_head_dim :].contiguous()
 
     def forward(self, x: torch.Tensor, forward_batch) -> torch.Tensor:
         mla = self.mla

@@ -16,8 +16,13 @@ from tests.kernels.invariance import check_rows_keep_their_bits, same_bits
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Experts = Callable[..., torch.Tensor]
 ROUTERS = [reference.route, cpu_router.route]
-EXPERTS = [reference.experts, cpu.experts, cpu.experts_row_blocks]
-PACKED = [reference.experts_mxfp4, cpu.experts_mxfp4, cpu.experts_mxfp4_row_blocks, packed_cpu.experts_mxfp4]
+EXPERTS = [reference.experts, cpu.experts, cpu.experts_row_dots]
+PACKED = [
+    reference.experts_mxfp4,
+    cpu.experts_mxfp4,
+    packed_cpu.experts_mxfp4,
+    packed_cpu.experts_mxfp4_decoded,
+]
 TOKENS = [0, 1, 7, 16, 17, 100]
 BETAS = (4.0, 25.0)
 
@@ -288,7 +293,7 @@ def test_experts_of_other_ranks_and_absent_ones_add_nothing(experts: Experts) ->
     assert experts(x, ids, weights, w13, w2, *BETAS, first_expert=-COUNT).abs().max() == 0
 
 
-@pytest.mark.parametrize("experts", [cpu.experts_mxfp4, cpu.experts_mxfp4_row_blocks])
+@pytest.mark.parametrize("experts", [cpu.experts_mxfp4])
 def test_only_experts_with_tokens_are_unpacked(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = _random(5, WIDTH), torch.ones(5, 2)
     ids = torch.tensor([[1, 7], [1, 7], [1, 9], [7, 9], [-1, 40]])
@@ -324,22 +329,15 @@ def test_exact_experts_keep_their_bits() -> None:
     x, (ids, weights), (w13, w2) = _random(60, WIDTH), _chosen(60), _weights()
     assert ids.flatten().bincount().max() > 16
     check_rows_keep_their_bits(
-        lambda index: cpu.experts_row_blocks(x[index], ids[index], weights[index], w13, w2, *BETAS), 60
+        lambda index: cpu.experts_row_dots(x[index], ids[index], weights[index], w13, w2, *BETAS), 60
     )
 
 
-def test_exact_packed_experts_keep_their_bits_and_equal_the_dense_ones() -> None:
-    x, (ids, weights), packed = _random(8, WIDTH), _chosen(8), _packed()
+def test_exact_packed_experts_keep_their_bits() -> None:
+    x, (ids, weights), packed = _random(60, WIDTH), _chosen(60), _packed()
     check_rows_keep_their_bits(
-        lambda index: cpu.experts_mxfp4_row_blocks(x[index], ids[index], weights[index], *packed, *BETAS), 8
-    )
-    w13, w2 = (
-        dequantize_mxfp4(p.flatten(0, 1), s.flatten(0, 1), torch.float32).unflatten(0, p.shape[:2])
-        for p, s in (packed[:2], packed[2:])
-    )
-    assert same_bits(
-        cpu.experts_mxfp4_row_blocks(x, ids, weights, *packed, *BETAS),
-        cpu.experts_row_blocks(x, ids, weights, w13, w2, *BETAS),
+        lambda index: packed_cpu.experts_mxfp4_decoded(x[index], ids[index], weights[index], *packed, *BETAS),
+        60,
     )
 
 
@@ -347,6 +345,6 @@ def test_exact_experts_do_not_depend_on_the_order_of_a_rows_choices() -> None:
     x, (ids, weights), (w13, w2) = _random(9, WIDTH), _chosen(9), _weights()
     other = [2, 0, 3, 1]
     assert same_bits(
-        cpu.experts_row_blocks(x, ids[:, other], weights[:, other], w13, w2, *BETAS),
-        cpu.experts_row_blocks(x, ids, weights, w13, w2, *BETAS),
+        cpu.experts_row_dots(x, ids[:, other], weights[:, other], w13, w2, *BETAS),
+        cpu.experts_row_dots(x, ids, weights, w13, w2, *BETAS),
     )

@@ -18,4 +18,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H, In] times weight [H, In, Out], head by head -> [T, H, Out] in x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.einsum("thi,hio->tho", x.to(wide), weight.to(wide)).to(x.dtype)
+    return torch.einsum("thi,hoi->tho", x.to(wide), weight.to(wide)).to(x.dtype)

@@ -12,9 +12,10 @@ import torch
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.activation.cpu import gated
-from sglang_k3.kernels.linear.cpu import linear, linear_row_blocks
+from sglang_k3.kernels.linear.cpu import linear, linear_by_rows, linear_row_dots
 from sglang_k3.kernels.moe import cpu_router, packed_cpu  # noqa: F401  (register moe.route and packed experts)
 from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
+from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call
 from sglang_k3.kernels.row_math import fp32_or_bf16
 
@@ -38,11 +39,11 @@ def experts(
     first_expert: int = 0,
 ) -> torch.Tensor:
     """Arguments and result as the reference; products and activation in x's dtype, the sum in fp32."""
-    return _experts(linear, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
+    return _experts(_product(x.dtype), x, ids, weights, w13, w2, beta, linear_beta, first_expert)
 
 
-@registry.register("moe.experts", "row_blocks", preference=5, exact=True, supports=_fp32_only)
-def experts_row_blocks(
+@registry.register("moe.experts", "row_dots", preference=5, exact=True, supports=_fp32_only)
+def experts_row_dots(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -53,7 +54,7 @@ def experts_row_blocks(
     first_expert: int = 0,
 ) -> torch.Tensor:
     """Arguments and result as the reference, all fp32."""
-    return _experts(linear_row_blocks, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
+    return _experts(linear_row_dots, x, ids, weights, w13, w2, beta, linear_beta, first_expert)
 
 
 @registry.register("moe.experts_mxfp4", "by_expert", preference=10, supports=fp32_or_bf16)
@@ -70,26 +71,15 @@ def experts_mxfp4(
     first_expert: int = 0,
 ) -> torch.Tensor:
     """Arguments and result as the reference; a touched expert is unpacked to x's dtype, used, dropped."""
-    packed = (w13_packed, w13_scale, w2_packed, w2_scale)
-    return _experts_mxfp4(linear, x, ids, weights, packed, beta, linear_beta, first_expert)
 
+    def unpack(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            dequantize_mxfp4(w13_packed[expert], w13_scale[expert], x.dtype),
+            dequantize_mxfp4(w2_packed[expert], w2_scale[expert], x.dtype),
+        )
 
-@registry.register("moe.experts_mxfp4", "row_blocks", preference=5, exact=True, supports=_fp32_only)
-def experts_mxfp4_row_blocks(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w13_packed: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_packed: torch.Tensor,
-    w2_scale: torch.Tensor,
-    beta: float | None,
-    linear_beta: float | None,
-    first_expert: int = 0,
-) -> torch.Tensor:
-    """Arguments and result as the reference, x and the unpacked weights fp32."""
-    packed = (w13_packed, w13_scale, w2_packed, w2_scale)
-    return _experts_mxfp4(linear_row_blocks, x, ids, weights, packed, beta, linear_beta, first_expert)
+    local, count = ids - first_expert, w13_packed.shape[0]
+    return _sum(_product(x.dtype), x, local, weights, count, unpack, beta, linear_beta)
 
 
 def _experts(
@@ -107,25 +97,8 @@ def _experts(
     return _sum(linear, x, local, weights, w13.shape[0], lambda e: (w13[e], w2[e]), beta, linear_beta)
 
 
-def _experts_mxfp4(
-    linear: Linear,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    beta: float | None,
-    linear_beta: float | None,
-    first_expert: int,
-) -> torch.Tensor:
-    w13, w13_scale, w2, w2_scale = packed
-
-    def unpack(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            dequantize_mxfp4(w13[expert], w13_scale[expert], x.dtype),
-            dequantize_mxfp4(w2[expert], w2_scale[expert], x.dtype),
-        )
-
-    return _sum(linear, x, ids - first_expert, weights, w13.shape[0], unpack, beta, linear_beta)
+def _product(dtype: torch.dtype) -> Linear:
+    return linear if dtype == torch.bfloat16 and native_bf16() else linear_by_rows
 
 
 def _sum(

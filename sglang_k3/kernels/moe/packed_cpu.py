@@ -6,6 +6,7 @@ Decoding costs several times a multiplication, so a decoded block meets up to fo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -239,10 +240,37 @@ def _unpacked_by_tile(
         out.index_add_(0, torch.from_numpy(steps.rows[part]), rows.mul_(shares))
 
 
+def _experts(
+    fused_rows: float,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    betas: tuple[float | None, float | None],
+    first_expert: int,
+) -> torch.Tensor:
+    experts, inner = parts[0].shape[0], parts[0].shape[1] // 2
+    steps = plan(ids, weights, first_expert, experts)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    pairs = len(steps.rows)
+    if pairs:
+        matrices = _Weights(*(part.contiguous().numpy().reshape(-1) for part in parts))
+        rows = _split(x)[steps.rows]
+        if pairs <= fused_rows * len(steps.experts):
+            _decoded_in_place(rows, steps, matrices, _activation(*betas), inner, out)
+        else:
+            _unpacked_by_tile(rows, steps, matrices, betas, inner, out)
+    return out.to(x.dtype)
+
+
 def _supports(call: Call) -> str | None:
     if call.dtype == torch.bfloat16 and native_bf16():
         return "this CPU multiplies bfloat16 matrices itself"
     return fp32_or_bf16(call)
+
+
+def _fp32_only(call: Call) -> str | None:
+    return None if call.dtype == torch.float32 else f"row order is kept in float32, not {call.dtype}"
 
 
 @register("moe.experts_mxfp4", "packed", preference=20, supports=_supports)
@@ -259,17 +287,23 @@ def experts_mxfp4(
     first_expert: int = 0,
 ) -> torch.Tensor:
     """Arguments and result as the reference; everything in between is fp32, whatever x's dtype."""
-    experts, inner = w13_packed.shape[0], w13_packed.shape[1] // 2
-    steps = plan(ids, weights, first_expert, experts)
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    pairs = len(steps.rows)
-    if pairs == 0:
-        return out.to(x.dtype)
     parts = (w13_packed, w13_scale, w2_packed, w2_scale)
-    matrices = _Weights(*(part.contiguous().numpy().reshape(-1) for part in parts))
-    rows = _split(x)[steps.rows]
-    if pairs <= FUSED_ROWS * len(steps.experts):
-        _decoded_in_place(rows, steps, matrices, _activation(beta, linear_beta), inner, out)
-    else:
-        _unpacked_by_tile(rows, steps, matrices, (beta, linear_beta), inner, out)
-    return out.to(x.dtype)
+    return _experts(FUSED_ROWS, x, ids, weights, parts, (beta, linear_beta), first_expert)
+
+
+@register("moe.experts_mxfp4", "decoded", preference=5, exact=True, supports=_fp32_only)
+def experts_mxfp4_decoded(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_packed: torch.Tensor,
+    w2_scale: torch.Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """The same with blocks decoded in place however many rows there are: a row sees itself alone."""
+    parts = (w13_packed, w13_scale, w2_packed, w2_scale)
+    return _experts(math.inf, x, ids, weights, parts, (beta, linear_beta), first_expert)
