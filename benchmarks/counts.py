@@ -168,10 +168,6 @@ def mxfp4_weight_bytes(rows: int, columns: int) -> int:
     return rows * columns // 2 + rows * columns // MX_BLOCK
 
 
-def mxfp4_linear_bytes(rows: int, inputs: int, outputs: int, element: int) -> int:
-    return mxfp4_weight_bytes(outputs, inputs) + element * rows * (inputs + outputs)
-
-
 def experts_bytes(touched: int, tokens: int, top_k: int, width: int, inner: int, element: int) -> int:
     """The three packed matrices of every expert touched, rows in and out, ids (int64) and fp32 weights."""
     matrices = touched * (2 * mxfp4_weight_bytes(inner, width) + mxfp4_weight_bytes(width, inner))

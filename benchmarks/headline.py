@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import counts
 from benchmarks.cases.kda import prefill_name
-from benchmarks.cases.moe import matrix_name
+from benchmarks.cases.moe import expert_name
 from benchmarks.schema import Entry, KdaDecode, KdaPrefill, Mxfp4, Peer
 
 
@@ -54,10 +54,10 @@ def kda_prefill(entries: Sequence[Entry], peers: Sequence[Peer]) -> KdaPrefill |
 
 
 def mxfp4(entries: Sequence[Entry], peers: Sequence[Peer]) -> Mxfp4 | None:
-    """How many times faster than torch's linear of the same shape."""
+    """How many times faster a packed expert is than torch's linears of the same shapes."""
 
     def against(dtype: str, rows: int) -> float | None:
-        entry = _fast(entries, matrix_name(rows))
+        entry = _fast(entries, expert_name(rows))
         return entry and _seconds(peers, entry.case, f"torch linear {dtype}") / entry.seconds
 
     figures = Mxfp4(

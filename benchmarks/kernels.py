@@ -52,11 +52,11 @@ def parser() -> argparse.ArgumentParser:
 
 def select(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
     """The cases of these names or operators, all without any. Raises ValueError for one that is neither."""
-    known = {case.name for case in cases} | {operator for case in cases for operator in case.operators}
+    known = {name for case in cases for name in (case.name, case.operator)}
     unknown = sorted(set(only) - known)
     if unknown:
         raise ValueError(f"unknown operator {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return [case for case in cases if not only or case.name in only or set(case.operators) & set(only)]
+    return [case for case in cases if not only or case.name in only or case.operator in only]
 
 
 def main(arguments: Sequence[str] | None = None, resolve: runner.Resolve = registry.resolve) -> int:
@@ -98,6 +98,8 @@ def main(arguments: Sequence[str] | None = None, resolve: runner.Resolve = regis
         task = progress.add_task("", total=len(cases) + 2)
 
         def begin(name: str) -> None:
+            if not console.is_terminal:
+                console.log(name)
             progress.update(task, description=name, advance=0 if progress.tasks[0].description == "" else 1)
 
         result = runner.run(cases, settings, protocol, resolve=resolve, begin=begin)

@@ -146,10 +146,10 @@ def memory_probe(name: str, slab: torch.Tensor, floats: bool, portion: int) -> P
 def matmul_probe(name: str, size: int) -> Probe:
     """A square torch product of `size`, in fp32 or bf16.
 
-    Without bf16 instructions a bf16 product is a hundred times slower, so a third of the size is plenty.
+    Without bf16 instructions a bf16 product is a hundred times slower, so a quarter of the size is plenty.
     """
     if name == "matmul_bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        size //= 3
+        size //= 4
     dtype = {"matmul_fp32": torch.float32, "matmul_bf16": torch.bfloat16}[name]
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))

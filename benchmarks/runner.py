@@ -112,13 +112,11 @@ def implementations(case: Case, resolve: Resolve) -> dict[str, tuple[Callable[..
     for mode in case.modes:
         call = Call("cpu", DTYPES[case.dtype], exact=mode == "exact")
         try:
-            found = [resolve(operator, call)[0] for operator in case.operators]
+            found = resolve(case.operator, call)[0]
         except NoImplementation as error:
             refusal = error
             continue
-        name = " + ".join(implementation.name for implementation in found)
-        function = case.combine([implementation.function for implementation in found])
-        chosen.setdefault(name, (function, []))[1].append(mode)
+        chosen.setdefault(found.name, (found.function, []))[1].append(mode)
     if refusal is not None and not chosen:
         raise refusal
     return chosen
