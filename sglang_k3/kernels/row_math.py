@@ -11,10 +11,8 @@ Python's check for a zero divisor is a branch that keeps a loop from being vecto
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -23,11 +21,6 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from sglang_k3.kernels.registry import Call
-
-# SGLang calls kernels from several Python threads; numba's own fall-back pool aborts the process then.
-_config: Any = numba.config
-if "NUMBA_THREADING_LAYER" not in os.environ:
-    _config.THREADING_LAYER = "threadsafe"
 
 LANES = 8
 """A dot product keeps this many running sums: part of its definition, whatever the machine's vectors."""
@@ -59,11 +52,6 @@ def fp32_or_bf16(call: Call) -> str | None:
     if call.dtype in (torch.float32, torch.bfloat16):
         return None
     return f"computes float32 and bfloat16, not {call.dtype}"
-
-
-def use_torch_threads() -> None:
-    """Let numba's next parallel region use as many threads as torch does (a thread-local setting)."""
-    numba.set_num_threads(min(torch.get_num_threads(), _config.NUMBA_NUM_THREADS))
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

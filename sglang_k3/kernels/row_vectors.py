@@ -13,9 +13,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 
 from sglang_k3.kernels.row_math import LANES, add_lanes
+
+intrinsic: Any = numba_intrinsic
+"""numba passes the typing context itself, which a type checker takes for a missing argument."""
 
 ROWS = 4
 """Rows worked on together: their sums and two vectors of operands fit 16 registers."""

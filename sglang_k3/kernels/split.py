@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-_WORTH_THREADS = 1 << 18
+_WORTH_THREADS = 1 << 17
 
 
 @lru_cache(maxsize=1)
@@ -26,9 +26,9 @@ def _pool(process: int) -> ThreadPoolExecutor:
 def over_items(kernel: Callable[..., None], items: int, work: int, *arguments: object) -> None:
     """kernel(first, last, *arguments) over contiguous parts of range(items), the first on this thread.
 
-    As many parts as torch has threads, or one where fewer than 262,144 numbers (`work`) are handled: waking
-    a thread costs tens of microseconds. The kernel must be nogil, and give each item the same result whatever
-    part it is in. Raises what the kernel raises.
+    As many parts as torch has threads, or one where fewer than 131,072 numbers (`work`) are handled one by
+    one (products of whole vectors count an eighth): waking a thread costs tens of microseconds. The kernel
+    must be nogil, and give each item the same result whatever part it is in. Raises what the kernel raises.
     """
     parts = min(torch.get_num_threads(), items) if work >= _WORTH_THREADS else 1
     if parts <= 1:

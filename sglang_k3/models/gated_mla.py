@@ -21,7 +21,7 @@ class GatedMLA(nn.Module):
     """x [T, D] -> [T, D]; nothing is rotated. The cache row of a token is [normed latent | rope part].
 
     Absorbed: a query reads the latent cache as it is stored, through q~ = UK_h^T q_nope, and the values
-    come back through UV_h. kv_b_proj is kept only for loading; `absorb` splits it.
+    come back through UV_h. kv_b_proj is kept only for loading; `prepare` splits it.
     """
 
     w_uk: torch.Tensor
@@ -71,7 +71,7 @@ class GatedMLA(nn.Module):
             prefix=f"{prefix}.attn",
         )
 
-    def absorb(self) -> None:
+    def prepare(self) -> None:
         """After loading: w_uk [H, latent, nope] and w_uv [H, v, latent] from kv_b_proj's rows."""
         mla = self.mla
         weight: torch.Tensor = self.kv_b_proj.weight.data  # type: ignore[assignment]

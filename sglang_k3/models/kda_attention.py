@@ -37,21 +37,21 @@ class KDAAttention(nn.Module):
         column = partial(attention_column, quant_config=quant_config, prefix=prefix)
         replicated = partial(attention_replicated, hidden, quant_config=quant_config, prefix=prefix)
 
-        self.qkv_proj = MergedColumnParallelLinear(
+        # q | k | v | b, and K3's output gate: one product instead of five, which is what a decode step feels.
+        outputs = [width] * 3 + [kda.num_heads] + ([width] if kda.output_gate_rank is None else [])
+        self.in_proj = MergedColumnParallelLinear(
             hidden,
-            [width] * 3,
+            outputs,
             bias=False,
             quant_config=quant_config,
             parallel_group="attn_tp",
-            prefix=f"{prefix}.qkv_proj",
+            prefix=f"{prefix}.in_proj",
         )
-        if kda.output_gate_rank is None:
-            self.gate_proj = column("gate_proj", hidden, width)
-        else:
+        self.parts = [3 * heads * kda.head_dim, heads, *[heads * kda.head_dim] * len(outputs[4:])]
+        if kda.output_gate_rank is not None:
             self.g_a_proj = replicated("g_a_proj", kda.output_gate_rank)
             self.g_b_proj = column("g_b_proj", kda.output_gate_rank, width)
         self.low_rank_gate = kda.output_gate_rank is not None
-        self.b_proj = column("b_proj", hidden, kda.num_heads)
         self.f_a_proj = replicated("f_a_proj", kda.head_dim)
         self.f_b_proj = column("f_b_proj", kda.head_dim, width)
         self.o_proj = RowParallelLinear(
@@ -88,14 +88,14 @@ class KDAAttention(nn.Module):
             lower_bound=kda.gate_lower_bound,
         )
 
+    def prepare(self) -> None:
+        """After loading: lay the taps out as the convolution reads them, [3 C, W] with channels adjacent."""
+        self.attn.conv_weights = self.conv_weight.data.t().contiguous().t()
+
     def forward(self, x: torch.Tensor, forward_batch) -> torch.Tensor:
-        qkv, _ = self.qkv_proj(x)
-        beta, _ = self.b_proj(x)
+        qkv, beta, *gates = self.in_proj(x)[0].split(self.parts, dim=-1)
         decay, _ = self.f_b_proj(self.f_a_proj(x)[0])
-        if self.low_rank_gate:
-            gate, _ = self.g_b_proj(self.g_a_proj(x)[0])
-        else:
-            gate, _ = self.gate_proj(x)
+        gate = self.g_b_proj(self.g_a_proj(x)[0])[0] if self.low_rank_gate else gates[0]
         o = self.attn(forward_batch, mixed_qkv=qkv, a=decay, b=beta).squeeze(0)
         out, _ = self.o_proj(self.gated_norm(o, gate, self.o_norm_weight, self.eps))
         return add_ranks(out)

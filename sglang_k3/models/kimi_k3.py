@@ -56,8 +56,7 @@ class DecoderLayer(nn.Module):
                 self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
             )
             self.mlp_reader.fold(self.mlp_res_norm.weight, self.mlp_res_proj.weight)
-        if isinstance(self.self_attn, GatedMLA):
-            self.self_attn.absorb()
+        self.self_attn.prepare()
         if isinstance(self.mlp, LatentMoE):
             self.mlp.router.prepare()
 

@@ -170,7 +170,8 @@ def _kda_rules(config: K3Config) -> Iterator[Rule]:
     width = kda.projection_size
     at = "self_attn."
     for shard, which in enumerate("qkv"):
-        yield Rule(f"{at}{which}_proj.weight", (width, hidden), f"{at}qkv_proj.weight", shard)
+        yield Rule(f"{at}{which}_proj.weight", (width, hidden), f"{at}in_proj.weight", shard)
+    yield Rule(f"{at}b_proj.weight", (kda.num_heads, hidden), f"{at}in_proj.weight", 3)
     for shard, which in enumerate("qkv"):
         yield Rule(
             f"{at}{which}_conv1d.weight",
@@ -180,11 +181,10 @@ def _kda_rules(config: K3Config) -> Iterator[Rule]:
             torch.float32,
         )
     if kda.output_gate_rank is None:
-        yield Rule(f"{at}g_proj.weight", (width, hidden), f"{at}gate_proj.weight")
+        yield Rule(f"{at}g_proj.weight", (width, hidden), f"{at}in_proj.weight", 4)
     else:
         yield _same(f"{at}g_a_proj.weight", (kda.output_gate_rank, hidden))
         yield _same(f"{at}g_b_proj.weight", (width, kda.output_gate_rank))
-    yield _same(f"{at}b_proj.weight", (kda.num_heads, hidden))
     yield _same(f"{at}f_a_proj.weight", (kda.head_dim, hidden))
     yield _same(f"{at}f_b_proj.weight", (width, kda.head_dim))
     yield Rule(f"{at}A_log", _a_log_shape(config), f"{at}A_log", None, torch.float32)

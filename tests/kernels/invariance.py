@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from sglang_k3.kernels import threads
+from sglang_k3.kernels import split
 
 Rows = torch.Tensor
 Outputs = torch.Tensor | Sequence[torch.Tensor]
@@ -32,7 +32,7 @@ def torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch.object(threads, "_WORTH_A_REGION", 0):
+        with mock.patch.object(split, "_WORTH_THREADS", 0):
             yield
     finally:
         torch.set_num_threads(before)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
-
-from sglang_k3.kernels import split
-from tests.kernels.invariance import torch_threads
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,3 @@ def scaled_error(got: torch.Tensor, want: torch.Tensor) -> float:
         return 0.0
     difference = (got.double() - want.double()).abs().max()
     return float(difference / want.double().abs().max().clamp(min=1e-30))
-
-
-@contextmanager
-def kernel_threads(count: int) -> Iterator[None]:
-    """torch and our kernels on `count` threads, however small the work."""
-    with torch_threads(count), mock.patch.object(split, "_WORTH_THREADS", 0):
-        yield

@@ -8,8 +8,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 
 from sglang_k3.kernels.gated_rms_norm import cpu, reference
 from sglang_k3.kernels.registry import Call, choose
-from tests.kernels.invariance import check_rows_keep_their_bits, same_bits
-from tests.kernels.spans import kernel_threads, scaled_error
+from tests.kernels.invariance import check_rows_keep_their_bits, same_bits, torch_threads
+from tests.kernels.spans import scaled_error
 
 EPS = 1e-5
 NORMS = pytest.mark.parametrize("norm", [reference.gated_rms_norm, cpu.gated_rms_norm], ids=["ref", "numba"])
@@ -65,7 +65,7 @@ def test_rows_of_zeros_stay_finite(norm):
 
 def test_each_token_keeps_its_bits_in_any_batch():
     o, gate, weight = _case(13)
-    with kernel_threads(2):
+    with torch_threads(2):
         check_rows_keep_their_bits(lambda index: cpu.gated_rms_norm(o[index], gate[index], weight, EPS), 13)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_k3.kernels.kda import cpu
 from sglang_k3.kernels.registry import Call, choose, resolve
-from tests.kernels.invariance import same_bits
+from tests.kernels.invariance import same_bits, torch_threads
 from tests.kernels.kda_cases import (
     KDAInputs,
     decode,
@@ -22,7 +22,7 @@ from tests.kernels.kda_cases import (
     states,
     token_by_token,
 )
-from tests.kernels.spans import kernel_threads, scaled_error, spans
+from tests.kernels.spans import scaled_error, spans
 
 POOLS = pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 
@@ -95,9 +95,9 @@ def test_a_prompt_alone_and_in_a_batch_has_the_same_bits(threads):
     parts = [kda_inputs(length, seed=i) for i, length in enumerate(lengths)]
     pool = states(parts[0], 8)
     alone_pool = pool.clone()
-    with kernel_threads(threads):
+    with torch_threads(threads):
         together = extend(cpu.extend_recurrent, _joined(parts), pool, spans(lengths)).split(lengths)
-    with kernel_threads(1):
+    with torch_threads(1):
         for i, part in enumerate(parts):
             alone = extend(cpu.extend_recurrent, part, alone_pool, spans([lengths[i]], slots=[i + 1]))
             assert same_bits(alone, together[i]), f"request {i}"
@@ -111,7 +111,7 @@ def test_decode_has_the_same_bits_alone_in_a_batch_and_in_another_order(pool_dty
     slots = torch.tensor([4, 11, 1, 7, 2, 9, 3, 10, 5])
     order = torch.tensor([8, 3, 0, 5, 1, 7, 2, 6, 4])
     alone_pool, shuffled_pool = pool.clone(), pool.clone()
-    with kernel_threads(2):
+    with torch_threads(2):
         together = decode(cpu.decode, inputs, pool, slots)
         shuffled = decode(cpu.decode, inputs.map(lambda x: x[order]), shuffled_pool, slots[order])
     alone = [

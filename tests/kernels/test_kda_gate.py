@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_k3.kernels.kda import cpu, reference
-from tests.kernels.invariance import check_rows_keep_their_bits
-from tests.kernels.spans import kernel_threads, scaled_error
+from tests.kernels.invariance import check_rows_keep_their_bits, torch_threads
+from tests.kernels.spans import scaled_error
 
 HEADS, WIDTH = 3, 60
 
@@ -48,7 +48,7 @@ def test_unbounded_gate_is_linear_for_large_inputs(gate):
 
 def test_each_token_keeps_its_bits_in_any_batch():
     f, b, A_log, dt_bias = _case(13)
-    with kernel_threads(2):
+    with torch_threads(2):
         for bound in (-5.0, None):
             check_rows_keep_their_bits(
                 lambda index, bound=bound: cpu.gate(f[index], b[index], A_log, dt_bias, bound), 13

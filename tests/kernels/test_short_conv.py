@@ -12,8 +12,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.kernels.short_conv import cpu, reference
-from tests.kernels.invariance import same_bits
-from tests.kernels.spans import Spans, kernel_threads, scaled_error, spans
+from tests.kernels.invariance import same_bits, torch_threads
+from tests.kernels.spans import Spans, scaled_error, spans
 
 EXTENDS = pytest.mark.parametrize("extend", [reference.extend, cpu.extend], ids=["reference", "numba"])
 DECODES = pytest.mark.parametrize("decode", [reference.decode, cpu.decode], ids=["reference", "numba"])
@@ -114,7 +114,7 @@ def test_decode_and_prefill_have_the_same_bits_alone_and_in_a_batch(dtype, threa
     x, weight, pool = _rows(6, channels, dtype), _weight(channels), _windows(8, channels, dtype)
     slots = torch.tensor([5, 2, 7, 0, 3, 6])
     stepped, alone_pool = pool.clone(), pool.clone()
-    with kernel_threads(threads):
+    with torch_threads(threads):
         together = cpu.decode(x, weight, pool, slots)
     alone = [cpu.decode(x[i : i + 1], weight, alone_pool, slots[i : i + 1]) for i in range(6)]
     prefilled = cpu.extend(x, weight, stepped, *spans([1] * 6, slots=slots.tolist()).arguments)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from sglang_k3.kernels.split import over_items
-from tests.kernels.spans import kernel_threads
+from tests.kernels.invariance import torch_threads
 
 
 @pytest.mark.parametrize("items", [0, 1, 2, 3, 10])
@@ -21,7 +21,7 @@ def test_every_item_is_handled_once(items, threads):
         for item in range(first, last):
             counts[item] += amount
 
-    with kernel_threads(threads):
+    with torch_threads(threads):
         over_items(kernel, items, 1, 5)
     assert counts == [5] * items
     assert len(ranges) == max(1, min(threads, items))
@@ -38,7 +38,7 @@ def test_a_failing_part_is_reported():
         if first > 0:
             raise ArithmeticError(f"item {first}")
 
-    with kernel_threads(2), pytest.raises(ArithmeticError, match="item 2"):
+    with torch_threads(2), pytest.raises(ArithmeticError, match="item 2"):
         over_items(kernel, 4, 1)
 
 
@@ -49,7 +49,7 @@ def test_several_python_threads_at_once():
     def kernel(first: int, last: int, out: list[int], place: int) -> None:
         out[place] += last - first
 
-    with kernel_threads(2):
+    with torch_threads(2):
         callers = [
             threading.Thread(target=over_items, args=(kernel, 1, 1, totals, place)) for place in range(8)
         ]

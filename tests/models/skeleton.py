@@ -55,7 +55,8 @@ class Skeleton(nn.Module):
             if last in loaders:
                 shape, loader = loaders[last]
             elif len(group) > 1:
-                shape, loader = (len(group) * rows, *rest), _merged(len(group))
+                heights = [rule.shape[0] for rule in sorted(group, key=lambda rule: rule.shard)]  # type: ignore[arg-type, return-value]
+                shape, loader = (sum(heights), *rest), _merged(heights)
             else:
                 shape, loader = group[0].shape, None
             self._register(at + parameter, shape, torch.float32, loader)
@@ -92,8 +93,8 @@ class Skeleton(nn.Module):
         module.register_parameter(last, parameter)
 
 
-def _merged(parts: int):
+def _merged(heights: list[int]):
     def loader(parameter: nn.Parameter, tensor: torch.Tensor, shard: int) -> None:
-        parameter.data.unflatten(0, (parts, -1))[shard].copy_(tensor)
+        parameter.data.split(heights)[shard].copy_(tensor)
 
     return loader

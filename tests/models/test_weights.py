@@ -210,9 +210,9 @@ def test_the_transformers_dialect_loads():
     gate_up = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
     assert torch.equal(gate_up[:384], tensors["model.layers.0.block_sparse_moe.gate_proj.weight"])
     assert torch.equal(gate_up[384:], tensors["model.layers.0.block_sparse_moe.up_proj.weight"])
-    qkv = model.get_parameter("model.layers.4.self_attn.qkv_proj.weight")
-    stored = [tensors[f"model.layers.4.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(qkv, torch.cat(stored))
+    projections = model.get_parameter("model.layers.4.self_attn.in_proj.weight")
+    stored = [tensors[f"model.layers.4.self_attn.{part}_proj.weight"] for part in "qkvb"]
+    assert torch.equal(projections, torch.cat(stored))
 
 
 def test_both_dialects_fill_the_same_model():

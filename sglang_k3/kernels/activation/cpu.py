@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.row_math import exp, float_rows, fp32_or_bf16, sigmoid
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.split import over_items
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -31,14 +31,14 @@ _TANH_0 = np.float32(-3.33332819422e-1)
 def gated(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
     """gate_up [T, 2I] = [gate | up] -> [T, I] in its dtype; the formulas of the reference, in fp32."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.float32)
-    use_threads_for(gate_up.numel())
+    work = (gate_up.shape[0], gate_up.numel())
     rows = float_rows(gate_up)
     if beta is None:
-        _silu(rows, out.numpy())
+        over_items(_silu, *work, rows, out.numpy())
     elif linear_beta is None:
-        _situ(rows, np.float32(beta), out.numpy())
+        over_items(_situ, *work, rows, np.float32(beta), out.numpy())
     else:
-        _situ_clipped(rows, np.float32(beta), np.float32(linear_beta), out.numpy())
+        over_items(_situ_clipped, *work, rows, np.float32(beta), np.float32(linear_beta), out.numpy())
     return out.to(gate_up.dtype)
 
 
@@ -69,25 +69,27 @@ def situ_clipped(gate: np.float32, up: np.float32, beta: np.float32, linear_beta
     return situ(gate, linear_beta * tanh(up / linear_beta), beta)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _silu(gate_up: np.ndarray, out: np.ndarray) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _silu(first: int, last: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     width = out.shape[1]
-    for t in prange(out.shape[0]):
+    for t in range(first, last):
         for i in range(width):
             out[t, i] = silu(gate_up[t, i], gate_up[t, width + i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _situ(gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _situ(first: int, last: int, gate_up: np.ndarray, beta: np.float32, out: np.ndarray) -> None:
     width = out.shape[1]
-    for t in prange(out.shape[0]):
+    for t in range(first, last):
         for i in range(width):
             out[t, i] = situ(gate_up[t, i], gate_up[t, width + i], beta)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _situ_clipped(gate_up: np.ndarray, beta: np.float32, linear_beta: np.float32, out: np.ndarray) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _situ_clipped(
+    first: int, last: int, gate_up: np.ndarray, beta: np.float32, linear_beta: np.float32, out: np.ndarray
+) -> None:
     width = out.shape[1]
-    for t in prange(out.shape[0]):
+    for t in range(first, last):
         for i in range(width):
             out[t, i] = situ_clipped(gate_up[t, i], gate_up[t, width + i], beta, linear_beta)

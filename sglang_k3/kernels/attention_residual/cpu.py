@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.attention_residual.summary import Summary
 from sglang_k3.kernels.row_math import dot, exp, float_rows, fp32_or_bf16
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.split import over_items
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -25,8 +25,16 @@ _NOTHING = np.float32(-np.inf)
 def mix(partial: torch.Tensor, bank: torch.Tensor, key_weight: torch.Tensor, eps: float) -> torch.Tensor:
     """partial [T, D], bank [n, T, D], key_weight [D] fp32 -> [T, D] in partial's dtype."""
     out = torch.empty(partial.shape, dtype=torch.float32)
-    use_threads_for(partial.numel() + bank.numel())
-    _mix(float_rows(partial), float_rows(bank), float_rows(key_weight), np.float32(eps), out.numpy())
+    over_items(
+        _mix,
+        partial.shape[0],
+        partial.numel() + bank.numel(),
+        float_rows(partial),
+        float_rows(bank),
+        float_rows(key_weight),
+        np.float32(eps),
+        out.numpy(),
+    )
     return out.to(partial.dtype)
 
 
@@ -41,9 +49,15 @@ def block_prepare(bank: torch.Tensor, key_weights: torch.Tensor, eps: float) -> 
         torch.full((mixes, tokens), float("-inf")),
         torch.zeros(mixes, tokens),
     )
-    use_threads_for(bank.numel() * mixes)
-    acc, maximum, total = (field.numpy() for field in summary)
-    _prepare(float_rows(bank), float_rows(key_weights), np.float32(eps), acc, maximum, total)
+    over_items(
+        _prepare,
+        tokens,
+        bank.numel() * mixes,
+        float_rows(bank),
+        float_rows(key_weights),
+        np.float32(eps),
+        *(field.numpy() for field in summary),
+    )
     return summary
 
 
@@ -62,8 +76,18 @@ def merge_partial(
     out = torch.empty(partial.shape, dtype=torch.float32)
     rows, weight = float_rows(partial), float_rows(key_weight)
     acc_rows, tops, totals = (float_rows(field) for field in (acc, maximum, total))
-    use_threads_for(partial.numel())
-    _merge(rows, acc_rows, tops, totals, weight, np.float32(eps), out.numpy())
+    over_items(
+        _merge,
+        partial.shape[0],
+        partial.numel(),
+        rows,
+        acc_rows,
+        tops,
+        totals,
+        weight,
+        np.float32(eps),
+        out.numpy(),
+    )
     return out.to(partial.dtype)
 
 
@@ -83,12 +107,18 @@ def _add(out: np.ndarray, share: np.float32, row: np.ndarray) -> None:
         out[d] += share * row[d]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _mix(
-    partial: np.ndarray, bank: np.ndarray, key_weight: np.ndarray, eps: np.float32, out: np.ndarray
+    first: int,
+    last: int,
+    partial: np.ndarray,
+    bank: np.ndarray,
+    key_weight: np.ndarray,
+    eps: np.float32,
+    out: np.ndarray,
 ) -> None:
     count = bank.shape[0]
-    for t in prange(partial.shape[0]):
+    for t in range(first, last):
         if count == 0:
             out[t] = partial[t]
             continue
@@ -110,8 +140,10 @@ def _mix(
             row[d] /= total
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _prepare(
+    first: int,
+    last: int,
     bank: np.ndarray,
     key_weights: np.ndarray,
     eps: np.float32,
@@ -120,7 +152,7 @@ def _prepare(
     total: np.ndarray,
 ) -> None:
     count, mixes = bank.shape[0], key_weights.shape[0]
-    for t in prange(bank.shape[1]):
+    for t in range(first, last):
         inverses = np.empty(count, np.float32)
         for j in range(count):
             inverses[j] = _inverse_rms(bank[j, t], eps)
@@ -137,8 +169,10 @@ def _prepare(
                 _add(acc[m, t], share, bank[j, t])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _merge(
+    first: int,
+    last: int,
     partial: np.ndarray,
     acc: np.ndarray,
     maximum: np.ndarray,
@@ -147,7 +181,7 @@ def _merge(
     eps: np.float32,
     out: np.ndarray,
 ) -> None:
-    for t in prange(partial.shape[0]):
+    for t in range(first, last):
         score = _score(partial[t], key_weight, eps)
         top = max(maximum[t], score)
         bank_share = exp(maximum[t] - top)

@@ -10,6 +10,7 @@ from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import (
+    LANES,
     array_of,
     exp,
     float_rows,
@@ -148,7 +149,7 @@ def _run(
     over_items(
         _walk,
         slots.shape[0] * v.shape[1],
-        q.numel() * v.shape[2],
+        q.numel() * v.shape[2] // LANES,
         float_rows(q),
         float_rows(k),
         float_rows(v),

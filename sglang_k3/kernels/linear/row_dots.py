@@ -29,7 +29,7 @@ def row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     over_items(
         _row_dots,
         -(-weight.shape[0] // ROWS),
-        max(x.shape[0], 1) * weight.numel(),
+        x.shape[0] * weight.numel() // LANES,
         float_rows(x),
         array_of(weight.detach().contiguous()),
         out.numpy(),
@@ -44,7 +44,7 @@ def batched_row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     over_items(
         _heads,
         heads,
-        max(x.shape[0], 1) * weight.numel(),
+        x.shape[0] * weight.numel() // LANES,
         float_rows(x.transpose(0, 1)),
         array_of(weight.detach().contiguous()),
         out.numpy(),

@@ -14,7 +14,7 @@ import torch
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows
 from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import array_of, float_rows
+from sglang_k3.kernels.row_math import LANES, array_of, float_rows
 from sglang_k3.kernels.split import over_items
 
 KEYS = 512
@@ -52,7 +52,7 @@ def paged_attention_rows(
     over_items(
         attend_rows,
         len(requests) * -(-q.shape[1] // HEADS),
-        int((positions + 1).sum()) * q.shape[1] * q.shape[2],
+        int((positions + 1).sum()) * q.shape[1] * q.shape[2] // LANES,
         float_rows(q),
         array_of(flat),
         cache.stride(0),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.moe.reference import check_route
 from sglang_k3.kernels.row_math import exp, float_rows, sigmoid
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.split import over_items
 
 _ZERO = np.float32(0)
 _NOTHING = np.float32(-np.inf)
@@ -33,8 +33,10 @@ def route(
     ids = torch.empty(logits.shape[0], top_k, dtype=torch.int64)
     shift = torch.zeros(logits.shape[1]) if bias is None else bias.detach()
     group_votes = 1 if bias is None else 2
-    use_threads_for(logits.numel() * top_k)
-    _route(
+    over_items(
+        _route,
+        logits.shape[0],
+        logits.numel() * top_k,
         float_rows(logits),
         float_rows(shift),
         activation == "sigmoid",
@@ -93,8 +95,10 @@ def _drop_groups(choice: np.ndarray, groups: int, kept: int, votes: int) -> None
             choice[e] = _NOTHING
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _route(
+    first: int,
+    last: int,
     logits: np.ndarray,
     bias: np.ndarray,
     use_sigmoid: bool,
@@ -107,7 +111,7 @@ def _route(
     ids: np.ndarray,
 ) -> None:
     experts, top_k = logits.shape[1], ids.shape[1]
-    for t in prange(logits.shape[0]):
+    for t in range(first, last):
         scores = np.empty(experts, np.float32)
         if use_sigmoid:
             for e in range(experts):

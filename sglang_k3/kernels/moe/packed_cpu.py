@@ -17,7 +17,7 @@ from sglang_k3.kernels.activation.cpu import gated, silu, situ, situ_clipped
 from sglang_k3.kernels.mx.codes_cpu import BLOCK, HALF, HALF_SCALES, dot_1, dots_4, split_halves, unpack_row
 from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.row_math import float_rows, fp32_or_bf16
+from sglang_k3.kernels.row_math import LANES, float_rows, fp32_or_bf16
 from sglang_k3.kernels.split import over_items
 
 FUSED_ROWS = 8
@@ -193,7 +193,7 @@ def _decoded_in_place(
     over_items(
         _inner,
         len(steps.experts) * inner,
-        2 * pairs * inner * width,
+        2 * pairs * inner * width // LANES,
         x,
         steps.experts,
         steps.starts,
@@ -207,7 +207,7 @@ def _decoded_in_place(
     over_items(
         _outer,
         width,
-        pairs * inner * width,
+        pairs * inner * width // LANES,
         h,
         steps.rows,
         steps.shares,

@@ -17,11 +17,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
 from sglang_k3.kernels.mx.reference import BLOCK, E8M0
 from sglang_k3.kernels.row_math import LANES, add_lanes
-from sglang_k3.kernels.row_vectors import spread
+from sglang_k3.kernels.row_vectors import intrinsic, spread
 
 HALF = BLOCK // 2
 HALF_SCALES = np.array(E8M0, dtype=np.float32) * np.float32(0.5)
@@ -132,7 +131,7 @@ def _dots(rows: int) -> Any:
 
             def step(block: Any, sums: list[Any]) -> list[Any]:
                 values = _decode(builder, codes, builder.mul(block, ir.Constant(block.type, HALF)))
-                place = builder.mul(block, ir.Constant(block.type, BLOCK))
+                place: Any = builder.mul(block, ir.Constant(block.type, BLOCK))
                 byte_of_scale = builder.zext(builder.load(builder.gep(scales, [block])), block.type)
                 factor = spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
                 following = []
@@ -190,7 +189,7 @@ def unpack_row(
 
         def step(block: Any, sums: list[Any]) -> list[Any]:
             values = _decode(builder, codes, builder.mul(block, ir.Constant(block.type, HALF)))
-            at = builder.mul(block, ir.Constant(block.type, BLOCK))
+            at: Any = builder.mul(block, ir.Constant(block.type, BLOCK))
             byte_of_scale = builder.zext(builder.load(builder.gep(scales, [block])), block.type)
             factor = spread(builder, builder.load(builder.gep(factors, [byte_of_scale])))
             for part, value in enumerate(values):

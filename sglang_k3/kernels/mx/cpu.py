@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mx.reference import BLOCK, E2M1, E8M0
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.split import over_items
 
 _CODES = np.array([*E2M1, *(-value for value in E2M1)], dtype=np.float32)
 _SCALES = np.array(E8M0, dtype=np.float32)
@@ -18,17 +18,23 @@ _SCALES = np.array(E8M0, dtype=np.float32)
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed u8 [R, C/2], scale u8 [R, C/32] -> [R, C] in dtype. Exact in fp32 and bf16."""
     out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=torch.float32)
-    use_threads_for(packed.numel())
-    _dequantize(packed.contiguous().numpy(), scale.contiguous().numpy(), _CODES, _SCALES, out.numpy())
+    codes, scales = packed.contiguous().numpy(), scale.contiguous().numpy()
+    over_items(_dequantize, packed.shape[0], out.numel(), codes, scales, _CODES, _SCALES, out.numpy())
     return out.to(dtype)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _dequantize(
-    packed: np.ndarray, scale: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    first: int,
+    last: int,
+    packed: np.ndarray,
+    scale: np.ndarray,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    out: np.ndarray,
 ) -> None:
     half = BLOCK // 2
-    for r in prange(packed.shape[0]):
+    for r in range(first, last):
         for b in range(scale.shape[1]):
             step = scales[scale[r, b]]
             for i in range(b * half, (b + 1) * half):

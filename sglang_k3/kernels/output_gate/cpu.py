@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import float_rows, sigmoid, use_torch_threads
+from sglang_k3.kernels.row_math import float_rows, fp32_or_bf16, sigmoid
+from sglang_k3.kernels.split import over_items
 
 
-def _not_fp64(call: Call) -> str | None:
-    return "computes in float32" if call.dtype == torch.float64 else None
-
-
-@registry.register("output_gate", "numba", preference=10, exact=True, supports=_not_fp64)
+@registry.register("output_gate", "numba", preference=10, exact=True, supports=fp32_or_bf16)
 def output_gate(o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """o [T, C], gate [T, C] -> o * sigmoid(gate) [T, C] in o's dtype, computed in fp32."""
     out = torch.empty(o.shape, dtype=torch.float32)
-    use_torch_threads()
-    _gate(float_rows(o), float_rows(gate), out.numpy())
+    over_items(_gate, o.shape[0], o.numel(), float_rows(o), float_rows(gate), out.numpy())
     return out.to(o.dtype)
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _gate(o: np.ndarray, gate: np.ndarray, out: np.ndarray) -> None:
-    for t in prange(o.shape[0]):
+@njit(cache=True, nogil=True, error_model="numpy")
+def _gate(first: int, last: int, o: np.ndarray, gate: np.ndarray, out: np.ndarray) -> None:
+    for t in range(first, last):
         for i in range(o.shape[1]):
             out[t, i] = o[t, i] * sigmoid(gate[t, i])

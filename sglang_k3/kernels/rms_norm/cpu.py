@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.row_math import dot, float_rows, fp32_or_bf16
-from sglang_k3.kernels.threads import use_threads_for
+from sglang_k3.kernels.split import over_items
 
 
 @registry.register("rms_norm", "numba_rows", preference=10, exact=True, supports=fp32_or_bf16)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, D], weight [D] -> [T, D] in x's dtype: x / sqrt(mean(x^2) + eps), rounded, times weight."""
     normed = torch.empty(x.shape, dtype=torch.float32)
-    use_threads_for(x.numel())
-    _normalise(float_rows(x), np.float32(eps), normed.numpy())
+    over_items(_normalise, x.shape[0], x.numel(), float_rows(x), np.float32(eps), normed.numpy())
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", parallel=True)
-def _normalise(x: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _normalise(first: int, last: int, x: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
     width = x.shape[1]
-    for t in prange(x.shape[0]):
+    for t in range(first, last):
         row = x[t]
         inverse = np.float32(1) / np.sqrt(dot(row, row) / np.float32(width) + eps)
         for d in range(width):
