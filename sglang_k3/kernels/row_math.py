@@ -70,7 +70,14 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 def float_rows(tensor: torch.Tensor) -> np.ndarray:
     """fp32, C-contiguous numpy rows of a CPU tensor (no copy when it already is that)."""
-    return tensor.detach().float().contiguous().numpy()
+    # Each call into torch costs a microsecond, and a decode step asks some hundred times.
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != torch.float32:
+        tensor = tensor.float()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.numpy()
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -90,7 +90,7 @@ class KDAAttention(nn.Module):
 
     def prepare(self) -> None:
         """After loading: lay the taps out as the convolution reads them, [3 C, W] with channels adjacent."""
-        self.attn.conv_weights = self.conv_weight.data.t().contiguous().t()
+        self.conv_weight.data = self.conv_weight.data.t().contiguous().t()
 
     def forward(self, x: torch.Tensor, forward_batch) -> torch.Tensor:
         qkv, beta, *gates = self.in_proj(x)[0].split(self.parts, dim=-1)

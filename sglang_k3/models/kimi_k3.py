@@ -19,6 +19,7 @@ from sglang_k3.models.config import K3Config
 from sglang_k3.models.gated_mla import GatedMLA
 from sglang_k3.models.kda_attention import KDAAttention
 from sglang_k3.models.layers import K3LinearConfig, RMSNorm, Weight
+from sglang_k3.models.runtime import activation_dtype
 from sglang_k3.models.weights import load
 from sglang_k3.moe.latent_moe import DenseMLP, LatentMoE
 
@@ -83,6 +84,7 @@ class K3TextModel(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.activation_dtype = activation_dtype()
         self.output_reader: ResidualReader | None = None
         if config.residual_block_size is not None:
             self.output_attn_res_norm = Weight(config.hidden_size)
@@ -115,6 +117,7 @@ class K3TextModel(nn.Module):
 
     def forward(self, hidden: torch.Tensor, forward_batch) -> torch.Tensor:
         """hidden [T, D] (embedded tokens) -> [T, D] for lm_head."""
+        hidden = hidden.to(self.activation_dtype)
         stream: BankedStream | PlainStream
         if self.output_reader is None:
             stream = PlainStream(hidden)

@@ -7,6 +7,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel
 
+from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call
 
 
@@ -18,6 +19,14 @@ def exact_mode() -> bool:
 def kernel_call(dtype: torch.dtype | None = None) -> Call:
     """The registry call of a module under construction; dtype defaults to the model's."""
     return Call(current_platform.device_type, dtype or torch.get_default_dtype(), exact_mode())
+
+
+def activation_dtype() -> torch.dtype:
+    """What a layer computes and hands on: the model's dtype, but fp32 for a bf16 model on a CPU without
+    bf16 instructions, where every kernel would widen its inputs and round its outputs for nothing."""
+    dtype = torch.get_default_dtype()
+    widen = dtype == torch.bfloat16 and current_platform.device_type == "cpu" and not native_bf16()
+    return torch.float32 if widen else dtype
 
 
 def add_ranks(partial: torch.Tensor) -> torch.Tensor:

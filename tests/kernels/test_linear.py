@@ -120,3 +120,13 @@ def test_the_check_itself_notices_a_row_that_sees_its_batch() -> None:
         check_rows_keep_their_bits(lambda index: x[index] + x[index].mean(), 20)
     with pytest.raises(AssertionError):
         check_rows_keep_their_bits(lambda index: x[index] * (1 + 1e-7 * (len(index) >= 16)), 20)
+
+
+@pytest.mark.parametrize("linear", [cpu.linear_by_rows, cpu.linear_batched_by_rows])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fp32_rows_meet_a_bf16_weight_without_rounding(linear: Linear, tokens: int) -> None:
+    heads = () if linear is cpu.linear_by_rows else (3,)
+    x, weight = _random(tokens, *heads, 65), _random(*heads, 9, 65, seed=1).bfloat16()
+    out = linear(x, weight)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, linear(x, weight.float()), rtol=1e-5, atol=1e-5)

@@ -42,15 +42,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @registry.register("linear", "few_rows_or_fp32", preference=20, supports=_fp32_or_plain_bf16)
 def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, In], weight [Out, In], fp32 or bf16 -> [T, Out] in x's dtype; sums in fp32.
+    """x [T, In], weight [Out, In], each fp32 or bf16 -> [T, Out] in x's dtype; sums in fp32.
 
     Few rows by dot products, many by an fp32 product. A CPU without bf16 instructions emulates them at a
     quarter of fp32's speed, so a bf16 weight is widened, a tile at a time.
     """
     if x.shape[0] < FEW_ROWS:
         return row_dots(x, weight)
-    if x.dtype == torch.float32:
-        return F.linear(x, weight)
+    if weight.dtype == torch.float32:
+        return F.linear(x.float(), weight).to(x.dtype)
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0])
     tile = max(16, _TILE_NUMBERS // max(weight.shape[1], 1))
