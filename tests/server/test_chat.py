@@ -179,7 +179,7 @@ def streamed(server: Server, wanted: dict[str, Any]) -> tuple[Parsed, str, int]:
 
 def test_the_model_thinks_and_answers(server: Server) -> None:
     wanted = body(max_tokens=200)
-    wanted["messages"][0]["content"] = "Complete this function:\n```python\ndef close(self):\n```"
+    wanted["messages"][0]["content"] = "Write a Python function close: Close the file."
     parsed, _ = whole(server, wanted)
     print(parsed)
     assert parsed.reasoning.strip() and parsed.content.strip()

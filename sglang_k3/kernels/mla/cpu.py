@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang_k3.kernels import registry
-from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows
+from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows, place_rows
 from sglang_k3.kernels.registry import Call
 from sglang_k3.kernels.row_math import LANES, array_of, float_rows
 from sglang_k3.kernels.split import over_items
@@ -44,20 +44,18 @@ def paged_attention_rows(
     if cache.stride(1) != 1:
         raise ValueError("the columns of a cache row must be contiguous")
     out = torch.zeros(q.shape[0], q.shape[1], latent)
-    bounds = cu_seqlens.numpy()
-    lengths = np.diff(bounds)
-    requests = np.arange(len(lengths)).repeat(lengths)
-    positions = (prefix_lens.numpy() - bounds[:-1])[requests] + np.arange(len(requests))
+    rows, positions = np.empty(q.shape[0], np.int64), np.empty(q.shape[0], np.int64)
+    tokens, keys = place_rows(cu_seqlens.numpy(), prefix_lens.numpy(), request_rows.numpy(), rows, positions)
     flat = cache.as_strided(((cache.shape[0] - 1) * cache.stride(0) + cache.shape[1],), (1,))
     over_items(
         attend_rows,
-        len(requests) * -(-q.shape[1] // HEADS),
-        int((positions + 1).sum()) * q.shape[1] * q.shape[2] // LANES,
+        tokens * -(-q.shape[1] // HEADS),
+        keys * q.shape[1] * q.shape[2] // LANES,
         float_rows(q),
         array_of(flat),
         cache.stride(0),
         token_table.numpy(),
-        request_rows.numpy()[requests],
+        rows,
         positions,
         np.float32(scale),
         out.numpy(),

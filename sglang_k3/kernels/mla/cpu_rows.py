@@ -80,6 +80,18 @@ def _blend(keys, count, scores, top, total, row):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def place_rows(cu_seqlens, prefix_lens, request_rows, rows, positions):
+    """Table row and position of each token, into rows and positions [>= T]; (T, positions seen in all)."""
+    seen = 0
+    for n in range(prefix_lens.shape[0]):
+        for t in range(cu_seqlens[n], cu_seqlens[n + 1]):
+            rows[t] = request_rows[n]
+            positions[t] = prefix_lens[n] + t - cu_seqlens[n]
+            seen += positions[t] + 1
+    return cu_seqlens[prefix_lens.shape[0]], seen
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def attend_rows(first, last, q, cache, stride, token_table, table_rows, positions, scale, out) -> None:
     """Items: (token, group of HEADS heads). Token t sees positions 0 .. positions[t] of its table row.
 

@@ -31,7 +31,7 @@ _ROWS = 4
 
 
 class _Weights(NamedTuple):
-    """Both matrices of E experts, flat bytes: codes and scales of w13 [E, 2I, D] and w2 [E, D, I]."""
+    """Both matrices of E experts: codes and scales of w13 [E, 2I, D] and w2 [E, D, I], contiguous bytes."""
 
     w13: np.ndarray
     w13_scale: np.ndarray
@@ -59,17 +59,42 @@ class _Plan(NamedTuple):
 
 def plan(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, experts: int) -> _Plan:
     """ids, weights [T, k]; ids outside first_expert .. first_expert + experts - 1 are left out."""
-    flat = ids.numpy().ravel() - first_expert
-    order = np.argsort(flat, kind="stable")
-    order = order[(flat[order] >= 0) & (flat[order] < experts)]
-    chosen = flat[order]
-    starts = np.flatnonzero(np.diff(chosen, prepend=-1))
-    return _Plan(
-        rows=order // max(ids.shape[1], 1),
-        shares=float_rows(weights).ravel()[order],
-        experts=chosen[starts],
-        starts=np.append(starts, chosen.size),
+    pairs = ids.numel()
+    rows, chosen = np.empty(pairs, np.int64), np.empty(pairs, np.int64)
+    shares, starts = np.empty(pairs, np.float32), np.empty(pairs + 1, np.int64)
+    kept, segments = _sort_pairs(
+        ids.numpy(), float_rows(weights), first_expert, experts, rows, shares, chosen, starts
     )
+    return _Plan(rows[:kept], shares[:kept], chosen[:segments], starts[: segments + 1])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _sort_pairs(ids, weights, first_expert, experts, rows, shares, chosen, starts):
+    """Fill a `_Plan`'s arrays by a counting sort, tokens ascending within an expert; (pairs, segments)."""
+    next_place = np.zeros(experts + 1, np.int64)
+    for t in range(ids.shape[0]):
+        for i in range(ids.shape[1]):
+            expert = ids[t, i] - first_expert
+            if 0 <= expert < experts:
+                next_place[expert + 1] += 1
+    segments = 0
+    for expert in range(experts):
+        if next_place[expert + 1] > 0:
+            chosen[segments] = expert
+            starts[segments] = next_place[expert]
+            segments += 1
+        next_place[expert + 1] += next_place[expert]
+    kept = next_place[experts]
+    starts[segments] = kept
+    for t in range(ids.shape[0]):
+        for i in range(ids.shape[1]):
+            expert = ids[t, i] - first_expert
+            if 0 <= expert < experts:
+                place = next_place[expert]
+                rows[place] = t
+                shares[place] = weights[t, i]
+                next_place[expert] = place + 1
+    return kept, segments
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -168,7 +193,8 @@ def _activation(beta: float | None, linear_beta: float | None) -> _Activation:
 def product(x: np.ndarray, packed: np.ndarray, scale: np.ndarray, first: int, rows: int) -> torch.Tensor:
     """x [R, C] fp32 in split form times matrix rows first .. first + rows - 1 -> [R, rows] fp32.
 
-    packed, scale: flat. Unpacked a tile at a time, so that a tile is read from a cache by its product.
+    packed, scale: contiguous bytes of any shape. Unpacked a tile at a time, so that a tile is read from a
+    cache by its product.
     """
     blocks = x.shape[1] // BLOCK
     out = torch.empty(x.shape[0], rows)
@@ -254,7 +280,7 @@ def _experts(
     out = torch.zeros(x.shape, dtype=torch.float32)
     pairs = len(steps.rows)
     if pairs:
-        matrices = _Weights(*(part.contiguous().numpy().reshape(-1) for part in parts))
+        matrices = _Weights(*(part.contiguous().numpy() for part in parts))
         rows = _split(x)[steps.rows]
         if pairs <= fused_rows * len(steps.experts):
             _decoded_in_place(rows, steps, matrices, _activation(*betas), inner, out)

@@ -154,9 +154,9 @@ def _dots(rows: int) -> Any:
 
     dots.__doc__ = f"""The product of one packed row with {rows} row(s) of x: fp32, or a tuple of them.
 
-    packed, scale: flat bytes; the row starts at packed[byte] and scale[first] and has `blocks` blocks.
-    table: `HALF_SCALES`. x [R, 32 * blocks] fp32 in split form; rows row .. row + {rows - 1}. A row's sum
-    runs over the blocks in order in LANES lanes, so its bits do not depend on the rows beside it.
+    packed, scale: contiguous bytes of any shape; the row starts at byte `byte` and at scale `first` and has
+    `blocks` blocks. table: `HALF_SCALES`. x [R, 32 * blocks] fp32 in split form; rows row .. row +
+    {rows - 1}. A row's sum runs over the blocks in order in LANES lanes, so its bits do not depend on the rows beside it.
     """
     return intrinsic(dots)
 
