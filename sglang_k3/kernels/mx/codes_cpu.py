@@ -156,7 +156,8 @@ def _dots(rows: int) -> Any:
 
     packed, scale: contiguous bytes of any shape; the row starts at byte `byte` and at scale `first` and has
     `blocks` blocks. table: `HALF_SCALES`. x [R, 32 * blocks] fp32 in split form; rows row .. row +
-    {rows - 1}. A row's sum runs over the blocks in order in LANES lanes, so its bits do not depend on the rows beside it.
+    {rows - 1}. A row's sum runs over the blocks in order in LANES lanes, so its bits do not depend on the
+    rows beside it.
     """
     return intrinsic(dots)
 
