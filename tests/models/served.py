@@ -9,7 +9,6 @@ PROMPTS: JSON list of token id lists, prefilled as one batch. OUTPUT: a safetens
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
-from sglang.srt.plugins import load_plugins
 
 from sglang_k3.models.attention_residual import BankedStream
+from sglang_k3.testing.runner import start
 from tests.models import NEW_BOUND, SWAPPED_BETAS
 
 Model = Any
@@ -116,29 +115,8 @@ MUTATIONS: dict[str, Callable[[Model], AbstractContextManager[None]]] = {
 }
 
 
-def build(checkpoint: str) -> Any:
-    """SGLang's model runner around our model, built the way its one-batch benchmark does."""
-    from sglang.benchmark import one_batch
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    settings: dict[str, Any] = {
-        "model_path": checkpoint,
-        "device": "cpu",
-        "dtype": "float32",
-        "max_running_requests": 4,
-        "max_mamba_cache_size": 16,
-        "max_total_tokens": 2048,
-        "disable_radix_cache": True,
-    }
-    arguments = ServerArgs(**settings)
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ports = PortArgs.init_new(arguments)
-    ports.nccl_port = port
-    return one_batch.load_model(arguments, ports, 0, 0)[0]
+FLAGS = ["--dtype", "float32", "--max-running-requests", "4", "--max-mamba-cache-size", "16"]
+FLAGS += ["--max-total-tokens", "2048", "--disable-radix-cache"]
 
 
 @torch.no_grad()
@@ -160,8 +138,7 @@ def logits(runner: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def main(checkpoint: str, prompts: str, output: str, *mutations: str) -> None:
-    load_plugins()
-    runner = build(checkpoint)
+    runner = start(checkpoint, FLAGS)
     ids = json.loads(Path(prompts).read_text())
     answers: dict[str, torch.Tensor] = {}
     for name in ("sound", *mutations):

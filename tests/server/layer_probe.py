@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang_k3.testing import runner
 
 
 def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -20,23 +21,9 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
 
     hidden[l] is what layer l's attention norm reads; the last entry what the final norm reads.
     """
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.benchmark import one_batch
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-
-    server_args = prepare_server_args(["--model-path", model, "--device", "cpu", *flags])
-    server_args.resolve_once()
-    ports = PortArgs.init_new(server_args)
-    rank = one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
-    one_batch.publish(server_args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=rank, gpu_id=0))
-    one_batch._init_process_global_configs()
-    bench: Any = one_batch.load_model(server_args, ports, 0, 0)[0]
-    runner = bench.torch_runner
-    network = runner.model.model
+    bench = runner.start(model, flags)
+    inner = bench.torch_runner
+    network = inner.model.model
 
     seen: dict[str, Any] = {}
 
@@ -53,8 +40,8 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
         return hook
 
     def keep_output(module, inputs, output):
-        head = runner.model.lm_head
-        logits = head.quant_method.apply(head, output)[:, : runner.model.text.vocab_size]
+        head = inner.model.lm_head
+        logits = head.quant_method.apply(head, output)[:, : inner.model.text.vocab_size]
         seen["logits"] = logits.float().clone()
 
     for index, layer in enumerate(network.layers):
@@ -68,17 +55,7 @@ def run(model: str, flags: list[str], prompts: list[list[int]]) -> list[dict[str
     for number, prompt in enumerate(prompts):
         seen["hidden"] = [torch.empty(0)] * (len(network.layers) + 1)
         seen["experts"] = {}
-        request = Req(
-            rid=str(number),
-            origin_input_text="",
-            origin_input_ids=array("q", prompt),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-        )
-        request.full_untruncated_fill_ids = request.origin_input_ids
-        request.logprob_start_len = -1
-        request.extend_end = len(prompt)
-        with torch.no_grad():
-            one_batch.extend([request], runner)
+        runner.extend(bench, [runner.request(number, prompt)])
         results.append({**seen, "hidden": torch.stack(seen["hidden"])})
     return results
 

@@ -31,10 +31,10 @@ def row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         -(-weight.shape[0] // ROWS),
         x.shape[0] * weight.numel() // LANES,
         float_rows(x),
-        array_of(weight.detach().contiguous()),
+        _matrix(weight),
         out.numpy(),
     )
-    return out.to(x.dtype)
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 def batched_row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -46,10 +46,16 @@ def batched_row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         heads,
         x.shape[0] * weight.numel() // LANES,
         float_rows(x.transpose(0, 1)),
-        array_of(weight.detach().contiguous()),
+        _matrix(weight),
         out.numpy(),
     )
     return out.transpose(0, 1).to(x.dtype)
+
+
+def _matrix(weight: torch.Tensor) -> np.ndarray:
+    if weight.requires_grad:
+        weight = weight.detach()
+    return array_of(weight if weight.is_contiguous() else weight.contiguous())
 
 
 def _wide_element(value: Any) -> Any:
