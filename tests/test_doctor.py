@@ -42,9 +42,10 @@ def test_sound_installation_passes_and_shows_every_choice():
     operators = {operator for operator, _ in choices}
     calls = ("fp32 exact", "fp32 fast", "bf16 fast")
     assert set(choices) == {(operator, call) for operator in operators for call in calls}
-    assert choices["linear", "fp32 fast"]["implementation"] == "torch"
+    assert choices["linear", "fp32 fast"]["implementation"] == "few_rows_or_fp32"
+    assert choices["linear", "fp32 exact"]["implementation"] == "row_dots"
     assert choices["linear", "fp32 exact"]["refusals"] == [
-        "torch: its rows are not batch-invariant (exact mode)"
+        f"{name}: its rows are not batch-invariant (exact mode)" for name in ("few_rows_or_fp32", "torch")
     ]
 
 

@@ -47,7 +47,7 @@ def test_pieces_that_are_off_run_on_the_reference_and_others_do_not() -> None:
         "kda.extend": "recurrent",
         "kda.decode": "numba",
         "rms_norm": "numba_rows",
-        "linear": "torch",
+        "linear": "few_rows_or_fp32",
     }
 
 
