@@ -175,6 +175,15 @@ def _unpack(first, last, packed, scale, table, row, blocks, out) -> None:
         unpack_row(packed, at * HALF, scale, at, table, flat, r * blocks * BLOCK, blocks)
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def _add_shares(first, last, values, rows, shares, out) -> None:
+    """Items: pairs of one expert, each another token: out[rows[p]] += shares[p] values[p]."""
+    for p in range(first, last):
+        t = rows[p]
+        for d in range(values.shape[1]):
+            out[t, d] += shares[p] * values[p, d]
+
+
 def _split(x: torch.Tensor) -> np.ndarray:
     rows = float_rows(x)
     out = np.empty_like(rows)
@@ -262,8 +271,11 @@ def _unpacked_by_tile(
         gate_up = product(x[part], weights.w13, weights.w13_scale, expert * 2 * inner, 2 * inner)
         h = _split(gated(gate_up, *betas))
         rows = product(h, weights.w2, weights.w2_scale, expert * width, width)
-        shares = torch.from_numpy(steps.shares[part]).unsqueeze(1)
-        out.index_add_(0, torch.from_numpy(steps.rows[part]), rows.mul_(shares))
+        count = rows.shape[0]
+        target = out.numpy()
+        over_items(
+            _add_shares, count, rows.numel(), rows.numpy(), steps.rows[part], steps.shares[part], target
+        )
 
 
 def _experts(
