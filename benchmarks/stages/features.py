@@ -17,14 +17,12 @@ class Feature:
     operators: tuple[str, ...] = ()
     flags_off: tuple[str, ...] = ()
     model: bool = False
-    chunks: bool = False
     packed: bool = False
 
 
 FEATURES = (
     Feature("our model class", model=True),
     Feature("compiled KDA", ("short_conv", "kda")),
-    Feature("chunked KDA prefill", chunks=True),
     Feature("grouped experts", ("moe",)),
     Feature("paged MLA", ("mla",)),
     Feature("compiled norms and gates", ("rms_norm", "gated_rms_norm", "activation", "output_gate")),
@@ -61,5 +59,5 @@ def server_flags(on: frozenset[str]) -> list[str]:
 
 
 def is_on(on: frozenset[str], attribute: str) -> bool:
-    """Whether the feature that sets this attribute ("model", "chunks", "packed") is on."""
+    """Whether the feature that sets this attribute ("model", "packed") is on."""
     return all(f.name in on for f in FEATURES if getattr(f, attribute))

@@ -26,26 +26,21 @@ def turned_on() -> frozenset[str]:
     return names
 
 
-def _choose_with(plain: tuple[str, ...], chunks: bool) -> Any:
+def _choose_with(plain: tuple[str, ...]) -> Any:
     """A `registry.choose` that hands out the reference for some operators."""
     original = registry.choose
 
     def choose(operator: str, call: registry.Call) -> Any:
-        names = [i.name for i in registry.implementations(operator)]
-        wanted = None
-        if operator.split(".")[0] in plain:
-            wanted = "reference"
-        elif operator == "kda.extend" and not chunks:
-            wanted = "recurrent"
-        if wanted is None or wanted not in names:
-            return original(operator, call)
-        return next(i.function for i in registry.implementations(operator) if i.name == wanted)
+        found = {i.name: i.function for i in registry.implementations(operator)}
+        if operator.split(".")[0] in plain and "reference" in found:
+            return found["reference"]
+        return original(operator, call)
 
     return choose
 
 
 def _apply(on: frozenset[str]) -> None:
-    registry.choose = _choose_with(plain_operators(on), is_on(on, "chunks"))
+    registry.choose = _choose_with(plain_operators(on))
     if not is_on(on, "model"):
         architecture = "KimiK3ForConditionalGeneration"
         upstream.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"

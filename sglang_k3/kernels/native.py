@@ -8,6 +8,13 @@ import torch
 
 
 @cache
+def narrow_vectors() -> bool:
+    """Whether the CPU has vectors of at most 256 bits. Matrix products gain from wider ones, and the
+    kernels that spell out their sums in eight lanes do not."""
+    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+
+
+@cache
 def native_bf16() -> bool:
     """Whether the CPU has instructions for products of bfloat16 (AVX-512 BF16, AMX, or Arm's).
 

@@ -32,19 +32,17 @@ def test_stages_add_one_piece_at_a_time() -> None:
 
 
 def test_pieces_that_are_off_run_on_the_reference_and_others_do_not() -> None:
-    on = frozenset(features.NAMES) - {"grouped experts", "chunked KDA prefill"}
-    plain = features.plain_operators(on)
-    choose = _choose_with(plain, features.is_on(on, "chunks"))
+    on = frozenset(features.NAMES) - {"grouped experts"}
+    choose = _choose_with(features.plain_operators(on))
     names = {
         operator: next(
             i.name for i in registry.implementations(operator) if i.function is choose(operator, CALL)
         )
-        for operator in ("moe.route", "moe.experts", "kda.extend", "kda.decode", "rms_norm", "linear")
+        for operator in ("moe.route", "moe.experts", "kda.decode", "rms_norm", "linear")
     }
     assert names == {
         "moe.route": "reference",
         "moe.experts": "reference",
-        "kda.extend": "recurrent",
         "kda.decode": "numba",
         "rms_norm": "numba_rows",
         "linear": "few_rows_or_fp32",

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_k3.kernels.kda import cpu
+from sglang_k3.kernels.native import narrow_vectors
 from sglang_k3.kernels.registry import Call, choose, resolve
 from tests.kernels.invariance import same_bits, torch_threads
 from tests.kernels.kda_cases import (
@@ -27,10 +28,11 @@ from tests.kernels.spans import scaled_error, spans
 POOLS = pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 
 
-def test_registry_gives_the_recurrence_in_exact_mode_and_chunks_otherwise():
+def test_registry_gives_the_recurrence_in_exact_mode_and_what_is_faster_otherwise():
     call = {"device": "cpu", "dtype": torch.bfloat16}
     assert choose("kda.extend", Call(**call, exact=True)) is cpu.extend_recurrent
-    assert choose("kda.extend", Call(**call)) is cpu.extend_chunk
+    fast = cpu.extend_recurrent if narrow_vectors() else cpu.extend_chunk
+    assert choose("kda.extend", Call(**call)) is fast
     assert choose("kda.decode", Call(**call, exact=True)) is cpu.decode
     entry, refused = resolve("kda.extend", Call("cpu", torch.float64))
     assert entry.name == "reference"

@@ -45,7 +45,10 @@ def test_every_code_under_every_scale_is_decoded_as_the_reference_decodes_it() -
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (7, 64), (100, 96), (5000, 64)])
 @pytest.mark.parametrize("tokens", [1, 3, 20])
-def test_product_by_tiles_is_the_product(rows: int, columns: int, tokens: int) -> None:
+def test_product_by_tiles_is_the_product(
+    rows: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_cpu, "_TILE_BYTES", 1 << 14)
     packed, scale = codes(rows + 2, columns // 2), 127 + codes(rows + 2, columns // 32) % 3
     x = torch.randn(tokens, columns)
     flat = packed.numpy().ravel(), scale.numpy().ravel()
