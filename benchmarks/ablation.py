@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.machine import describe
-from benchmarks.schema import Machine
+from benchmarks.schema import Machine, save
 from benchmarks.stages import features
 from benchmarks.stages.models import MODELS, Model
 from benchmarks.stages.server import VARIABLE
@@ -215,7 +215,7 @@ def main() -> None:
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"ablation-{arguments.model}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(report, stem.with_suffix(".json"))
     stem.with_suffix(".md").write_text(markdown(report))
     plot(report, stem.with_suffix(".png"))
     print(markdown(report))

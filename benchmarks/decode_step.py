@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.schema import Machine
+from benchmarks.schema import Machine, save
 from benchmarks.text import machine_line
 from sglang_k3.testing import runner
 
@@ -162,12 +162,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     known, flags = parser.parse_known_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    flags += ["--max-total-tokens", "32768", "--max-mamba-cache-size", "32", "--max-running-requests", "16"]
+    defaults = ["--max-total-tokens", "32768", "--max-mamba-cache-size", "32", "--max-running-requests", "16"]
     with torch.inference_mode():
-        report = measure(known.model_path, known.batch, flags)
+        report = measure(known.model_path, known.batch, defaults + flags)
     known.out.mkdir(parents=True, exist_ok=True)
     stem = known.out / f"decode_step-{known.batch}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(report, stem.with_suffix(".json"))
     stem.with_suffix(".md").write_text(markdown(report))
     print(markdown(report))
 

@@ -28,11 +28,12 @@ import requests
 from rich.console import Console
 
 from benchmarks.machine import describe
-from benchmarks.schema import Machine
+from benchmarks.schema import Machine, save
 from benchmarks.text import machine_line
+from sglang_k3.testing import streams
 from sglang_k3.testing.random_checkpoint import make
 from sglang_k3.testing.server_process import ServerProcess, free_port
-from sglang_k3.testing.streams import TIMEOUT_S
+from sglang_k3.testing.streams import Streamed
 
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES, ROUNDS = 1000, 64, 3, 3
 _LAYERS = 8
@@ -93,22 +94,14 @@ def ours(model: Path, seed: int) -> list[Sample]:
 
         def timed(prompt: list[int], new_tokens: int) -> Sample:
             sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-            body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-            return _timed_stream(f"{server.url}/generate", body, new_tokens)
+            return _sample(streams.generate_ids(server.url, prompt, sampling))
 
         timed(prompts(-1 - seed)[0], 8)
         return [timed(prompt, NEW_TOKENS) for prompt in prompts(seed)]
 
 
-def _timed_stream(url: str, body: dict[str, Any], new_tokens: int) -> Sample:
-    began = time.perf_counter()
-    ticks = []
-    with requests.post(url, json=body, stream=True, timeout=TIMEOUT_S) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                ticks.append(time.perf_counter())
-    return Sample(ticks[0] - began, (ticks[-1] - ticks[0]) / (new_tokens - 1))
+def _sample(answer: Streamed) -> Sample:
+    return Sample(answer.ttft_s, answer.tpot_s)
 
 
 def transformers(model: Path, seed: int) -> list[Sample]:
@@ -151,11 +144,11 @@ def vllm(python: str) -> Callable[[Path, int], list[Sample]]:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:
                 _await(process, f"http://127.0.0.1:{port}/health", log)
-                url = f"http://127.0.0.1:{port}/v1/completions"
 
                 def timed(prompt: list[int], new_tokens: int) -> Sample:
-                    body = {"model": str(model), "prompt": prompt, "max_tokens": new_tokens, "stream": True}
-                    return _timed_stream(url, {**body, "temperature": 0, "ignore_eos": True}, new_tokens)
+                    options = {"model": str(model), "max_tokens": new_tokens, "temperature": 0}
+                    url = f"http://127.0.0.1:{port}"
+                    return _sample(streams.complete(url, prompt, {**options, "ignore_eos": True}))
 
                 timed(prompts(-1 - seed)[0], 8)
                 return [timed(prompt, NEW_TOKENS) for prompt in prompts(seed)]
@@ -242,7 +235,7 @@ def main() -> None:
         model = make("kimi-linear-transformers", Path(folder) / "model", dtype="bfloat16", text_config=CONFIG)
         report = measure(model, arguments.vllm, Console(file=sys.stderr))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "peers.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(report, arguments.out / "peers.json")
     (arguments.out / "peers.md").write_text(markdown(report))
     print(markdown(report))
 

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.machine import describe
-from benchmarks.schema import Machine
+from benchmarks.schema import Machine, save
 from benchmarks.text import machine_line
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.models.config import K3Config
@@ -230,7 +230,7 @@ def main() -> None:
         by_batch = by_batch or points
     report = Report(describe(), by_context, by_batch, experts())
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "scaling.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(report, arguments.out / "scaling.json")
     (arguments.out / "scaling.md").write_text(markdown(report))
     plot(report, arguments.out / "scaling.png")
     print(markdown(report))

@@ -121,7 +121,8 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     peers: list[Peer]
 
 
-def save(report: Report, path: Path) -> None:
+def save(report: msgspec.Struct, path: Path) -> None:
+    """Any report of benchmarks/, as readable JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 

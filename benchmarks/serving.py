@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.machine import describe
-from benchmarks.schema import Machine
+from benchmarks.schema import Machine, save
 from benchmarks.text import machine_line
 from sglang_k3.testing.bench_serving import Figures, bench_serving, random_ids, shared_prefix
 from sglang_k3.testing.server_process import ServerProcess
@@ -90,7 +90,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     report = measure(known.model_path, flags, Console())
     known.out.mkdir(parents=True, exist_ok=True)
-    (known.out / "serving.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(report, known.out / "serving.json")
     (known.out / "serving.md").write_text(markdown(report))
     print(markdown(report))
 

@@ -20,6 +20,7 @@ from numba import njit, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
+from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call
 
 LANES = 8
@@ -52,6 +53,18 @@ def fp32_or_bf16(call: Call) -> str | None:
     if call.dtype in (torch.float32, torch.bfloat16):
         return None
     return f"computes float32 and bfloat16, not {call.dtype}"
+
+
+def fp32_only(call: Call) -> str | None:
+    """A `supports` rule of exact kernels that sum in fp32 in a fixed order."""
+    return None if call.dtype == torch.float32 else f"row order is kept in float32, not {call.dtype}"
+
+
+def fp32_or_plain_bf16(call: Call) -> str | None:
+    """A `supports` rule of kernels that widen bf16: not for a CPU that multiplies it natively."""
+    if call.dtype == torch.bfloat16 and native_bf16():
+        return "this CPU multiplies bfloat16 matrices itself"
+    return fp32_or_bf16(call)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

@@ -23,8 +23,8 @@ intrinsic: Any = numba_intrinsic
 ROWS = 4
 """Rows worked on together: their sums and two vectors of operands fit 16 registers."""
 
-PREFETCH_ROWS = 32
-"""Rows asked for ahead of time: reading and writing memory does not overlap with arithmetic otherwise."""
+_LINE = 16
+"""fp32 numbers of a cache line."""
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
@@ -42,12 +42,12 @@ def _need_matrix(kind: Any) -> None:
         raise TypingError(f"a matrix must be contiguous fp32 or bf16 bits, got {kind}")
 
 
-def _over(
-    builder: ir.IRBuilder, count: Any, name: str, starts: list[Any], step: Callable[..., list[Any]]
-) -> Any:
-    """Emit a loop over i = 0, LANES, ... < count; step(i, values) -> values; the last ones."""
+def over(
+    builder: ir.IRBuilder, count: Any, stride: int, starts: list[Any], step: Callable[..., list[Any]]
+) -> list[Any]:
+    """Emit a loop over i = 0, stride, ... < count; step(i, values) -> values. Returns the last ones."""
     before = builder.block
-    test, body, after = (builder.append_basic_block(f"{name}.{part}") for part in ("test", "body", "after"))
+    test, body, after = (builder.append_basic_block(f"over.{part}") for part in ("test", "body", "after"))
     builder.branch(test)
     builder.position_at_end(test)
     index = builder.phi(count.type)
@@ -61,7 +61,7 @@ def _over(
     builder.position_at_end(body)
     for value, following in zip(values, step(index, values), strict=True):
         value.add_incoming(following, builder.block)
-    index.add_incoming(builder.add(index, ir.Constant(count.type, LANES)), builder.block)
+    index.add_incoming(builder.add(index, ir.Constant(count.type, stride)), builder.block)
     builder.branch(test)
     builder.position_at_end(after)
     return values
@@ -96,19 +96,6 @@ def _row_starts(builder: ir.IRBuilder, state: Any, first: Any, width: Any) -> li
     return [builder.gep(state, [builder.mul(row, width)]) for row in rows]
 
 
-def _ahead(builder: ir.IRBuilder, row: Any, width: Any) -> Any:
-    return builder.gep(row, [builder.mul(width, ir.Constant(width.type, PREFETCH_ROWS))])
-
-
-def _prefetch(builder: ir.IRBuilder, pointer: Any) -> None:
-    """Ask for a cache line that is going to be written; an address nobody owns is ignored."""
-    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    flags = [ir.Constant(number, flag) for flag in (1, 3, 1)]  # to write, keep in every cache, data
-    builder.call(function, [builder.bitcast(pointer, byte), *flags])
-
-
 def _load_wide(builder: ir.IRBuilder, kind: Any, pointer: Any, index: Any) -> Any:
     """LANES numbers as fp32, from fp32 or from bf16 bits."""
     if kind.dtype == types.float32:
@@ -119,72 +106,77 @@ def _load_wide(builder: ir.IRBuilder, kind: Any, pointer: Any, index: Any) -> An
     return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), _VECTOR)
 
 
+def _products(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any, operands: int) -> list[Any]:
+    """Emit `operands` sums for each of ROWS rows. values: matrix, first, width, the operands, count."""
+    pointers = _pointers(context, builder, [kinds[0], *kinds[3:-1]], [values[0], *values[3:-1]])
+    rows = _row_starts(builder, pointers[0], values[1], values[2])
+
+    def step(index: Any, sums: list[Any]) -> list[Any]:
+        loaded = [_load(builder, pointer, index) for pointer in pointers[1:]]
+        following = []
+        for r, row in enumerate(rows):
+            x = _load_wide(builder, kinds[0], row, index)
+            for o, operand in enumerate(loaded):
+                following.append(builder.fadd(sums[operands * r + o], builder.fmul(x, operand)))
+        return following
+
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    sums = over(builder, values[-1], LANES, [zero] * (operands * ROWS), step)
+    return [add_lanes(builder, value) for value in sums]
+
+
 @intrinsic
-def dots(typing_context: Any, state: Any, first: Any, width: Any, a: Any, b: Any, count: Any) -> Any:
+def dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, b: Any, count: Any) -> Any:
     """ROWS pairs (row . a, row . b) over the first `count` numbers (a multiple of LANES) of each row.
 
-    state [V, width] fp32 or bf16 bits (uint16), a, b [width] fp32, all contiguous; rows first .. first +
+    matrix [n, width] fp32 or bf16 bits (uint16), a, b [width] fp32, all contiguous; rows first .. first +
     ROWS - 1.
     """
     _need_fp32(a=a, b=b)
-    _need_matrix(state)
+    _need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        matrix, start, wide, left, right, end = arguments
-        pointers = _pointers(
-            context, builder, [signature.args[0], *signature.args[3:5]], [matrix, left, right]
-        )
-        rows = _row_starts(builder, pointers[0], start, wide)
-
-        ahead = [_ahead(builder, row, wide) for row in rows]
-
-        def step(index: Any, sums: list[Any]) -> list[Any]:
-            for pointer in ahead:
-                _prefetch(builder, builder.gep(pointer, [index]))
-            operands = [_load(builder, pointer, index) for pointer in pointers[1:]]
-            following = []
-            for r, row in enumerate(rows):
-                x = _load_wide(builder, signature.args[0], row, index)
-                for o, operand in enumerate(operands):
-                    following.append(builder.fadd(sums[2 * r + o], builder.fmul(x, operand)))
-            return following
-
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = _over(builder, end, "dots", [zero] * (2 * ROWS), step)
-        totals = [add_lanes(builder, value) for value in sums]
+        totals = _products(context, builder, signature.args, arguments, 2)
         return context.make_tuple(builder, signature.return_type, totals)
 
-    result = types.UniTuple(types.float32, 2 * ROWS)
-    return result(state, first, width, a, b, count), codegen
+    return types.UniTuple(types.float32, 2 * ROWS)(matrix, first, width, a, b, count), codegen
 
 
 @intrinsic
 def matrix_dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, count: Any) -> Any:
-    """row . a for rows first .. first + ROWS - 1, over the first `count` numbers (a multiple of LANES).
-
-    matrix [n, width] contiguous, fp32 or bf16 bits (uint16); a [width] fp32. Returns ROWS fp32.
-    """
+    """The same with one operand: ROWS fp32."""
     _need_fp32(a=a)
     _need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        pointers = _pointers(context, builder, [kind, signature.args[3]], [arguments[0], arguments[3]])
-        rows = _row_starts(builder, pointers[0], arguments[1], arguments[2])
-
-        def step(index: Any, sums: list[Any]) -> list[Any]:
-            operand = _load(builder, pointers[1], index)
-            return [
-                builder.fadd(total, builder.fmul(_load_wide(builder, kind, row, index), operand))
-                for total, row in zip(sums, rows, strict=True)
-            ]
-
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = _over(builder, arguments[4], "matrix", [zero] * ROWS, step)
-        totals = [add_lanes(builder, value) for value in sums]
+        totals = _products(context, builder, signature.args, arguments, 1)
         return context.make_tuple(builder, signature.return_type, totals)
 
     return types.UniTuple(types.float32, ROWS)(matrix, first, width, a, count), codegen
+
+
+@intrinsic
+def fetch_rows(typing_context: Any, matrix: Any, first: Any, width: Any, count: Any) -> Any:
+    """Ask for ROWS rows [count] that are going to be written; rows behind the matrix's end are ignored."""
+    _need_matrix(matrix)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        rows = _row_starts(builder, pointer, arguments[1], arguments[2])
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        flags = [ir.Constant(number, flag) for flag in (1, 3, 1)]  # to write, keep in every cache, data
+
+        def step(index: Any, values: list[Any]) -> list[Any]:
+            for row in rows:
+                builder.call(prefetch, [builder.bitcast(builder.gep(row, [index]), byte), *flags])
+            return values
+
+        over(builder, arguments[3], _LINE, [], step)
+        return context.get_dummy_value()
+
+    return types.void(matrix, first, width, count), codegen
 
 
 @intrinsic
@@ -210,7 +202,7 @@ def decay_and_add(
                 builder.store(following, _vector_at(builder, row, index), align=4)
             return values
 
-        _over(builder, end, "decay", [], step)
+        over(builder, end, LANES, [], step)
         return context.get_dummy_value()
 
     return types.void(state, first, width, decay, k, u, count), codegen
@@ -239,7 +231,7 @@ def add_rows(
             builder.store(total, _vector_at(builder, pointers[0], index), align=4)
             return values
 
-        _over(builder, end, "add_rows", [], step)
+        over(builder, end, LANES, [], step)
         return context.get_dummy_value()
 
     return types.void(target, rows, first, width, factors, count), codegen

@@ -23,10 +23,9 @@ from sglang_k3.testing import streams
 from sglang_k3.testing.bench_serving import BenchFailed, bench_serving, random_ids
 from sglang_k3.testing.server_process import ServerProcess, StartFailed
 from sglang_k3.testing.streams import RequestFailed, Streamed
+from sglang_k3.training.tiny import SAMPLING
 
 NEW_TOKENS = 64
-SAMPLING = {"temperature": 0.8, "top_p": 0.95}
-"""A model of this size repeats itself under greedy decoding."""
 
 CODE = 'def read_lines(path, encoding="utf-8"):\n'
 FUNCTION = """\

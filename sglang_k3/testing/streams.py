@@ -59,8 +59,8 @@ def _generate(url: str, body: dict[str, Any]) -> Streamed:
     )
 
 
-def complete(url: str, prompt: str, options: dict[str, Any]) -> Streamed:
-    """/v1/completions; options: further fields of the body."""
+def complete(url: str, prompt: str | list[int], options: dict[str, Any]) -> Streamed:
+    """/v1/completions, with a text or token ids; options: further fields of the body."""
     return _openai(f"{url}/v1/completions", {"prompt": prompt, **options})
 
 

@@ -14,10 +14,13 @@ from numba.extending import overload
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
 from sglang_k3.kernels.row_math import LANES, dot, exp, narrow, widen
-from sglang_k3.kernels.row_vectors import ROWS, decay_and_add, dots
+from sglang_k3.kernels.row_vectors import ROWS, decay_and_add, dots, fetch_rows
 
 _EPS = np.float32(NORM_EPS)
 _ONE = np.float32(1)
+
+_FETCH_AHEAD = 32
+"""Rows of a state asked for ahead of time: its memory traffic does not overlap with arithmetic otherwise."""
 
 # Rows of the scratch of a head, each [K].
 _Q, _K, _DECAY, _DECAYED_Q, _DECAYED_K, _ROW = range(6)
@@ -45,8 +48,8 @@ def _advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, o
     whole = width - width % LANES
     grouped = values - values % ROWS
     for first in range(0, grouped, ROWS):
-        sums = dots(state, first, width, decayed_k, decayed_q, whole)
-        k0, q0, k1, q1, k2, q2, k3, q3 = sums
+        fetch_rows(state, first + _FETCH_AHEAD, width, width)
+        k0, q0, k1, q1, k2, q2, k3, q3 = dots(state, first, width, decayed_k, decayed_q, whole)
         for i in range(whole, width):
             k0 += state[first, i] * decayed_k[i]
             q0 += state[first, i] * decayed_q[i]

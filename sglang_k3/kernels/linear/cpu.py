@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.linear.row_dots import batched_row_dots, row_dots
-from sglang_k3.kernels.native import native_bf16
-from sglang_k3.kernels.registry import Call
+from sglang_k3.kernels.row_math import fp32_only, fp32_or_plain_bf16
 
 FEW_ROWS = 16
 """Rows below which dot products beat a BLAS (benchmarks/kernels.py)."""
@@ -22,25 +21,13 @@ _TILE_NUMBERS = 1 << 22
 """Of a widened piece of a weight: it fits a third-level cache, and starting its product costs little."""
 
 
-def _fp32_only(call: Call) -> str | None:
-    return None if call.dtype == torch.float32 else f"row order is kept in float32, not {call.dtype}"
-
-
-def _fp32_or_plain_bf16(call: Call) -> str | None:
-    if call.dtype == torch.float32:
-        return None
-    if call.dtype != torch.bfloat16:
-        return f"computes float32 and bfloat16, not {call.dtype}"
-    return "this CPU multiplies bfloat16 matrices itself" if native_bf16() else None
-
-
 @registry.register("linear", "torch", preference=10)
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, In], weight [Out, In] -> [T, Out] in x's dtype, by torch's linear."""
     return F.linear(x, weight)
 
 
-@registry.register("linear", "few_rows_or_fp32", preference=20, supports=_fp32_or_plain_bf16)
+@registry.register("linear", "few_rows_or_fp32", preference=20, supports=fp32_or_plain_bf16)
 def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, In], weight [Out, In], each fp32 or bf16 -> [T, Out] in x's dtype; sums in fp32.
 
@@ -60,7 +47,7 @@ def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out.to(x.dtype)
 
 
-@registry.register("linear", "row_dots", preference=5, exact=True, supports=_fp32_only)
+@registry.register("linear", "row_dots", preference=5, exact=True, supports=fp32_only)
 def linear_row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, In] fp32, weight [Out, In] fp32 -> [T, Out] fp32: an output sees its own two rows alone."""
     return row_dots(x, weight)
@@ -72,7 +59,7 @@ def linear_batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
-@registry.register("linear_batched", "few_rows_or_fp32", preference=20, supports=_fp32_or_plain_bf16)
+@registry.register("linear_batched", "few_rows_or_fp32", preference=20, supports=fp32_or_plain_bf16)
 def linear_batched_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H, In], weight [H, Out, In] -> [T, H, Out] in x's dtype; see `linear_by_rows`."""
     if x.shape[0] < FEW_ROWS:
@@ -80,7 +67,7 @@ def linear_batched_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return linear_batched(x.float(), weight.float()).to(x.dtype)
 
 
-@registry.register("linear_batched", "row_dots", preference=5, exact=True, supports=_fp32_only)
+@registry.register("linear_batched", "row_dots", preference=5, exact=True, supports=fp32_only)
 def linear_batched_row_dots(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H, In] fp32, weight [H, Out, In] fp32 -> [T, H, Out] fp32; see `linear_row_dots`."""
     return batched_row_dots(x, weight)

@@ -13,8 +13,7 @@ import torch
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows, place_rows
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import LANES, array_of, float_rows
+from sglang_k3.kernels.row_math import LANES, array_of, float_rows, fp32_only
 from sglang_k3.kernels.split import over_items
 
 KEYS = 512
@@ -25,11 +24,7 @@ QUERIES = 2048
 """Most (row, head) pairs scored against one block of keys: 4 MB of fp32 scores."""
 
 
-def _fp32_only(call: Call) -> str | None:
-    return None if call.dtype == torch.float32 else f"row order is kept in float32, not {call.dtype}"
-
-
-@registry.register("mla.paged_attention", "rows", preference=5, exact=True, supports=_fp32_only)
+@registry.register("mla.paged_attention", "rows", preference=5, exact=True, supports=fp32_only)
 def paged_attention_rows(
     q: torch.Tensor,
     cache: torch.Tensor,

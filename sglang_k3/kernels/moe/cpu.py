@@ -16,15 +16,10 @@ from sglang_k3.kernels.linear.cpu import linear, linear_by_rows, linear_row_dots
 from sglang_k3.kernels.moe import cpu_router, packed_cpu  # noqa: F401  (register moe.route and packed experts)
 from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
 from sglang_k3.kernels.native import native_bf16
-from sglang_k3.kernels.registry import Call
-from sglang_k3.kernels.row_math import fp32_or_bf16
+from sglang_k3.kernels.row_math import fp32_only, fp32_or_bf16
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _fp32_only(call: Call) -> str | None:
-    return None if call.dtype == torch.float32 else f"fixed row blocks are float32, not {call.dtype}"
 
 
 @registry.register("moe.experts", "by_expert", preference=10, supports=fp32_or_bf16)
@@ -42,7 +37,7 @@ def experts(
     return _experts(_product(x.dtype), x, ids, weights, w13, w2, beta, linear_beta, first_expert)
 
 
-@registry.register("moe.experts", "row_dots", preference=5, exact=True, supports=_fp32_only)
+@registry.register("moe.experts", "row_dots", preference=5, exact=True, supports=fp32_only)
 def experts_row_dots(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -15,9 +15,8 @@ from numba import njit
 
 from sglang_k3.kernels.activation.cpu import gated, silu, situ, situ_clipped
 from sglang_k3.kernels.mx.codes_cpu import BLOCK, HALF, HALF_SCALES, dot_1, dots_4, split_halves, unpack_row
-from sglang_k3.kernels.native import native_bf16
-from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.row_math import LANES, float_rows, fp32_or_bf16
+from sglang_k3.kernels.registry import register
+from sglang_k3.kernels.row_math import LANES, float_rows, fp32_only, fp32_or_plain_bf16
 from sglang_k3.kernels.split import over_items
 
 FUSED_ROWS = 8
@@ -302,17 +301,7 @@ def _experts(
     return out.to(x.dtype)
 
 
-def _supports(call: Call) -> str | None:
-    if call.dtype == torch.bfloat16 and native_bf16():
-        return "this CPU multiplies bfloat16 matrices itself"
-    return fp32_or_bf16(call)
-
-
-def _fp32_only(call: Call) -> str | None:
-    return None if call.dtype == torch.float32 else f"row order is kept in float32, not {call.dtype}"
-
-
-@register("moe.experts_mxfp4", "packed", preference=20, supports=_supports)
+@register("moe.experts_mxfp4", "packed", preference=20, supports=fp32_or_plain_bf16)
 def experts_mxfp4(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -330,7 +319,7 @@ def experts_mxfp4(
     return _experts(FUSED_ROWS, x, ids, weights, parts, (beta, linear_beta), first_expert)
 
 
-@register("moe.experts_mxfp4", "decoded", preference=5, exact=True, supports=_fp32_only)
+@register("moe.experts_mxfp4", "decoded", preference=5, exact=True, supports=fp32_only)
 def experts_mxfp4_decoded(
     x: torch.Tensor,
     ids: torch.Tensor,

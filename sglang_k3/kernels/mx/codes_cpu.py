@@ -10,7 +10,6 @@ Source: OCP Microscaling Formats 1.0, E2M1 and E8M0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numba.core.errors import TypingError
 
 from sglang_k3.kernels.mx.reference import BLOCK, E8M0
 from sglang_k3.kernels.row_math import LANES, add_lanes
-from sglang_k3.kernels.row_vectors import intrinsic, spread
+from sglang_k3.kernels.row_vectors import intrinsic, over, spread
 
 HALF = BLOCK // 2
 HALF_SCALES = np.array(E8M0, dtype=np.float32) * np.float32(0.5)
@@ -75,31 +74,6 @@ def _check(packed: Any, scale: Any, floats: tuple[Any, ...]) -> None:
             raise TypingError(f"MXFP4 kernels need contiguous arrays of bytes and fp32, got {kind}")
 
 
-def _blocks(
-    builder: ir.IRBuilder, count: Any, starts: list[Any], step: Callable[..., list[Any]]
-) -> list[Any]:
-    """Emit a loop over blocks 0 .. count - 1 that carries values: step(block, values) -> values."""
-    before = builder.block
-    test, body, after = (builder.append_basic_block(f"blocks.{part}") for part in ("test", "body", "after"))
-    builder.branch(test)
-    builder.position_at_end(test)
-    block = builder.phi(count.type)
-    block.add_incoming(ir.Constant(count.type, 0), before)
-    values = []
-    for start in starts:
-        value = builder.phi(start.type)
-        value.add_incoming(start, before)
-        values.append(value)
-    builder.cbranch(builder.icmp_signed("<", block, count), body, after)
-    builder.position_at_end(body)
-    for value, following in zip(values, step(block, values), strict=True):
-        value.add_incoming(following, builder.block)
-    block.add_incoming(builder.add(block, ir.Constant(count.type, 1)), builder.block)
-    builder.branch(test)
-    builder.position_at_end(after)
-    return values
-
-
 def _dots(rows: int) -> Any:
     """An intrinsic for `rows` rows of x."""
 
@@ -146,7 +120,7 @@ def _dots(rows: int) -> Any:
                 return following
 
             zero = ir.Constant(_FLOATS, [0.0] * LANES)
-            totals = [add_lanes(builder, total) for total in _blocks(builder, count, [zero] * rows, step)]
+            totals = [add_lanes(builder, total) for total in over(builder, count, 1, [zero] * rows, step)]
             return totals[0] if rows == 1 else context.make_tuple(builder, signature.return_type, totals)
 
         result = types.float32 if rows == 1 else types.UniTuple(types.float32, rows)
@@ -199,7 +173,7 @@ def unpack_row(
                 builder.store(builder.fmul(value, factor), vector, align=4)
             return sums
 
-        _blocks(builder, arguments[7], [], step)
+        over(builder, arguments[7], 1, [], step)
         return context.get_dummy_value()
 
     return types.void(packed, byte, scale, first, table, out, place, blocks), codegen
