@@ -35,6 +35,7 @@ _MODULES = tuple(
         "mx",
         "mla",
         "moe",
+        "block_attention",
     )
     for file in ("reference", "cpu")
 )

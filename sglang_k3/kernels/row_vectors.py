@@ -23,9 +23,6 @@ intrinsic: Any = numba_intrinsic
 ROWS = 4
 """Rows worked on together: their sums and two vectors of operands fit 16 registers."""
 
-_LINE = 16
-"""fp32 numbers of a cache line."""
-
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
@@ -153,30 +150,6 @@ def matrix_dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any
         return context.make_tuple(builder, signature.return_type, totals)
 
     return types.UniTuple(types.float32, ROWS)(matrix, first, width, a, count), codegen
-
-
-@intrinsic
-def fetch_rows(typing_context: Any, matrix: Any, first: Any, width: Any, count: Any) -> Any:
-    """Ask for ROWS rows [count] that are going to be written; rows behind the matrix's end are ignored."""
-    _need_matrix(matrix)
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
-        rows = _row_starts(builder, pointer, arguments[1], arguments[2])
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        flags = [ir.Constant(number, flag) for flag in (1, 3, 1)]  # to write, keep in every cache, data
-
-        def step(index: Any, values: list[Any]) -> list[Any]:
-            for row in rows:
-                builder.call(prefetch, [builder.bitcast(builder.gep(row, [index]), byte), *flags])
-            return values
-
-        over(builder, arguments[3], _LINE, [], step)
-        return context.get_dummy_value()
-
-    return types.void(matrix, first, width, count), codegen
 
 
 @intrinsic

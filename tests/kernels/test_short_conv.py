@@ -219,3 +219,62 @@ def test_random_batches_agree_with_fp64(data: st.DataObject):
     got = cpu.extend(x, _weight(channels), pool, *batch.arguments)
     assert scaled_error(got, want) < 1e-6
     assert torch.equal(pool.double(), want_pool)
+
+
+VERIFIES = pytest.mark.parametrize(
+    "verify, commit",
+    [(reference.verify, reference.commit), (cpu.verify, cpu.commit)],
+    ids=["reference", "numba"],
+)
+
+
+@VERIFIES
+@DTYPES
+@pytest.mark.parametrize("channels", [12, 1030])
+def test_verify_then_commit_is_extend_over_the_accepted_rows(verify, commit, dtype, channels):
+    lengths, counts = [8, 0, 5, 8], [3, 0, 5, 0]
+    slots, rows = torch.tensor([2, 4, 1, 3]), torch.tensor([1, 0, 3, 2])
+    x, weight, pool = _rows(sum(lengths), channels, dtype), _weight(channels), _windows(5, channels, dtype)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    start, bank = pool.clone(), torch.full((4, 8, channels), -77.0, dtype=dtype)
+    y = verify(x, weight, pool, slots, cu_seqlens, rows, bank)
+    assert same_bits(pool, start)
+    want = cpu.extend(x, weight, start.clone(), *spans(lengths, slots.tolist()).arguments)
+    assert scaled_error(y, want) < (1e-6 if dtype == torch.float32 else 1e-2)
+    nowhere = torch.tensor([-1] * 4)
+    commit(pool.unsqueeze(0), slots, rows, bank.unsqueeze(0), torch.tensor(counts), nowhere, nowhere.clone())
+    accepted = torch.cat(
+        [x[begin : begin + n] for begin, n in zip(cu_seqlens.tolist(), counts, strict=False)]
+    )
+    cpu.extend(accepted, weight, start, *spans(counts, slots.tolist()).arguments)
+    assert same_bits(pool, start)
+
+
+@VERIFIES
+def test_commit_keeps_the_window_at_each_boundary(verify, commit):
+    x, weight, start = _rows(8, 12), _weight(12), _windows(4, 12)
+    bank = torch.empty(1, 8, 12)
+    here = torch.tensor([1]), torch.tensor([0])
+    verify(x, weight, start, here[0], torch.tensor([0, 8]), here[1], bank)
+    for count in range(9):
+        for offset in range(-1, 9):
+            pool = start.clone()
+            commit(
+                pool.unsqueeze(0),
+                *here,
+                bank.unsqueeze(0),
+                torch.tensor([count]),
+                torch.tensor([offset]),
+                torch.tensor([3]),
+            )
+            kept = count > 0 and 0 <= offset <= count
+            want = torch.cat([start[1], x])[offset : offset + 3] if kept else start[3]
+            assert same_bits(pool[3], want), (count, offset)
+            assert same_bits(pool[1], torch.cat([start[1], x])[count : count + 3])
+
+
+@VERIFIES
+def test_verify_without_a_slot_leaves_no_rows(verify, commit):
+    x, pool, bank = _rows(4, 12), _windows(2, 12), torch.full((1, 4, 12), -77.0)
+    y = verify(x, _weight(12), pool, torch.tensor([-1]), torch.tensor([0, 4]), torch.tensor([0]), bank)
+    assert not y.any() and (bank == -77).all()

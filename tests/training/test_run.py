@@ -49,8 +49,8 @@ def test_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, corpus: 
     assert resumed.history.losses == pytest.approx(whole.history.losses, rel=1e-5)
     assert resumed.history.tokens == whole.history.tokens == [STEP, 2 * STEP, 4 * STEP]
     assert whole.history.losses[-1] < whole.history.losses[0]
-    # Adam divides by the gradient's own size, so where that is near zero the last bits of a sum (torch shares sums
-    # among threads as it likes) decide an element. A tensor's whole movement must agree all the same.
+    # Adam divides by the gradient's own size, so where that is near zero the last bits of a sum (torch shares
+    # sums among threads as it likes) decide an element. A tensor's whole movement must agree all the same.
     start = _run(tmp_path / "start", corpus).model
     for mine, other, before in zip(
         resumed.model.parameters(), whole.model.parameters(), start.parameters(), strict=True

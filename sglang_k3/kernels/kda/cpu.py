@@ -1,4 +1,5 @@
-"""kda on a CPU: gate, decode and the exact prefill in numba; the fast prefill is in chunk_cpu.py."""
+"""kda on a CPU: gate, decode and the exact prefill in numba; the fast prefill is in chunk_cpu.py, verify and
+commit in records_cpu.py."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from numba import njit
 
 from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
+from sglang_k3.kernels.kda.records_cpu import commit, verify
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import (
@@ -20,7 +22,7 @@ from sglang_k3.kernels.row_math import (
 )
 from sglang_k3.kernels.split import over_items
 
-__all__ = ["decode", "extend_chunk", "extend_recurrent", "gate"]
+__all__ = ["commit", "decode", "extend_chunk", "extend_recurrent", "gate", "verify"]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -132,3 +132,91 @@ def decode(
         untracked,
         scale,
     )
+
+
+@register("kda.verify", "reference", preference=0, device="any")
+def verify(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_u: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_g: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`extend` without writing a state: drafted tokens leave a record each instead.
+
+    Args (the others as in `extend`):
+        state_pool: [S, H, V, K], only read.
+        bank_rows: [N] int64, the row of each request's records in the banks (its running-request row).
+        bank_u: [R, D, H, V] fp32; row i of a request is the u of its token i (see the module's formula).
+        bank_k: [R, D, H, K] in the activation dtype, k before its normalisation.
+        bank_g: [R, D, H, K] fp32 log decay. A request has at most D tokens.
+
+    Returns:
+        o [T, H, V] in v's dtype. A request without a slot leaves no records.
+    """
+    compute = torch.promote_types(v.dtype, torch.float32)
+    o = torch.zeros_like(v)
+    decay = g.to(compute).exp()
+    query, key = _normalise(q.to(compute)) * scale, _normalise(k.to(compute))
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        stored = state_pool[slot]
+        row, begin = int(bank_rows[n]), int(cu_seqlens[n])
+        for t in range(begin, int(cu_seqlens[n + 1])):
+            state = stored.to(compute) * decay[t].unsqueeze(1)
+            error = v[t].to(compute) - torch.einsum("hvk,hk->hv", state, key[t])
+            u = beta[t].to(compute).unsqueeze(1) * error
+            state = state + torch.einsum("hv,hk->hvk", u, key[t])
+            o[t] = torch.einsum("hvk,hk->hv", state, query[t]).to(o.dtype)
+            stored = state.to(state_pool.dtype)
+            bank_u[row, t - begin], bank_k[row, t - begin], bank_g[row, t - begin] = u, k[t], g[t]
+    return o
+
+
+@register("kda.commit", "reference", preference=0, device="any")
+def commit(
+    state_pools: torch.Tensor,
+    slots: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_u: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_g: torch.Tensor,
+    counts: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> None:
+    """The first counts[n] recorded tokens enter the states of all layers: S <- S * d + u k^T each.
+
+    Args:
+        state_pools: [L, S, H, V, K], updated in place; a bf16 state is rounded after every token.
+        slots, track_slots: [N] int64, -1 for none. bank_rows: [N] int64.
+        bank_u, bank_k, bank_g: the banks of `verify`, stacked over the layers: [L, R, D, ...].
+        counts: [N] int64, 0..D accepted tokens (the last one is the verified token before the bonus).
+        track_offsets: [N] int64: the state after so many of these tokens is also kept in track_slots[n]
+            (0: the state before them). Beyond counts[n] or below 0: nothing is kept.
+    """
+    compute = torch.promote_types(bank_u.dtype, torch.float32)
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        row, count, track = int(bank_rows[n]), int(counts[n]), int(track_slots[n])
+        stored = state_pools[:, slot].clone()
+        for i in range(count + 1):
+            if i == track_offsets[n] and track >= 0 and count > 0:
+                state_pools[:, track] = stored
+            if i == count:
+                break
+            decay = bank_g[:, row, i].to(compute).exp().unsqueeze(2)
+            key = _normalise(bank_k[:, row, i].to(compute))
+            state = stored.to(compute) * decay + torch.einsum("lhv,lhk->lhvk", bank_u[:, row, i], key)
+            stored = state.to(state_pools.dtype)
+        state_pools[:, slot] = stored

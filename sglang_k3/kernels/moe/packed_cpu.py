@@ -14,7 +14,16 @@ import torch
 from numba import njit
 
 from sglang_k3.kernels.activation.cpu import gated, silu, situ, situ_clipped
-from sglang_k3.kernels.mx.codes_cpu import BLOCK, HALF, HALF_SCALES, dot_1, dots_4, split_halves, unpack_row
+from sglang_k3.kernels.mx.codes_cpu import (
+    BLOCK,
+    HALF,
+    SCALES,
+    dot_1,
+    dots_4,
+    split_place,
+    split_quarters,
+    unpack_row,
+)
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import LANES, float_rows, fp32_only, fp32_or_plain_bf16
 from sglang_k3.kernels.split import over_items
@@ -107,13 +116,6 @@ def _activate(kind, gate, up, beta, linear_beta):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _split_place(column):
-    """Where a column stands in the split form."""
-    inside = column % BLOCK
-    return column - inside + inside // 2 + HALF * (inside % 2)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
 def _inner(first, last, x, experts, starts, packed, scale, table, inner, kind, beta, linear_beta, h) -> None:
     """Items: (segment, inner column). x [P, D] in split form -> h [P, I] in split form."""
     blocks = x.shape[1] // BLOCK
@@ -122,7 +124,7 @@ def _inner(first, last, x, experts, starts, packed, scale, table, inner, kind, b
         column = item % inner
         gate_row = experts[segment] * 2 * inner + column
         up_row = gate_row + inner
-        place = _split_place(column)
+        place = split_place(column)
         p = starts[segment]
         end = starts[segment + 1]
         while p < end:
@@ -187,7 +189,7 @@ def _add_shares(first, last, values, rows, shares, out) -> None:
 def _split(x: torch.Tensor) -> np.ndarray:
     rows = float_rows(x)
     out = np.empty_like(rows)
-    split_halves(rows, out)
+    split_quarters(rows, out)
     return out
 
 
@@ -212,9 +214,7 @@ def product(x: np.ndarray, packed: np.ndarray, scale: np.ndarray, first: int, ro
     inputs = torch.from_numpy(x)
     for start in range(0, rows, tile):
         count = min(tile, rows - start)
-        over_items(
-            _unpack, count, count * x.shape[1], packed, scale, HALF_SCALES, first + start, blocks, weights
-        )
+        over_items(_unpack, count, count * x.shape[1], packed, scale, SCALES, first + start, blocks, weights)
         torch.mm(inputs, torch.from_numpy(weights[:count]).T, out=out[:, start : start + count])
     return out
 
@@ -234,7 +234,7 @@ def _decoded_in_place(
         steps.starts,
         weights.w13,
         weights.w13_scale,
-        HALF_SCALES,
+        SCALES,
         inner,
         *act,
         h,
@@ -250,7 +250,7 @@ def _decoded_in_place(
         steps.starts,
         weights.w2,
         weights.w2_scale,
-        HALF_SCALES,
+        SCALES,
         width,
         out.numpy(),
     )

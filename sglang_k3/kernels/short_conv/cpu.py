@@ -1,4 +1,4 @@
-"""short_conv on a CPU: numba over blocks of channels. One kernel serves both phases, so it is exact."""
+"""short_conv on a CPU: numba over blocks of channels. One kernel serves all phases, so it is exact."""
 
 from __future__ import annotations
 
@@ -65,6 +65,16 @@ def _keep_window(x, history, begin, count, first, window) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _history(window, fresh, first, history) -> None:
+    """history [W - 1, B] fp32: one block of the rows before a request's first token."""
+    for j in range(history.shape[0]):
+        if fresh:
+            _clear(history[j])
+        else:
+            widen(window[j, first : first + history.shape[1]], history[j])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _convolve_block(
     x, taps, window_pool, slots, cu_seqlens, fresh, track_offsets, track_slots, first, last, y
 ) -> None:
@@ -75,11 +85,7 @@ def _convolve_block(
             continue
         begin, end = cu_seqlens[n], cu_seqlens[n + 1]
         window = window_pool[slots[n]]
-        for j in range(history.shape[0]):
-            if fresh[n]:
-                _clear(history[j])
-            else:
-                widen(window[j, first:last], history[j])
+        _history(window, fresh[n], first, history)
         for token in range(begin, end):
             _token(x, history, taps, begin, token, first, y[token, first:last])
         if track_offsets[n] >= 0 and track_slots[n] >= 0:
@@ -170,4 +176,102 @@ def decode(
         np.zeros(requests, np.bool_),
         untracked,
         untracked,
+    )
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _verify(first_block, last_block, x, taps, window_pool, slots, cu_seqlens, bank_rows, bank_x, y) -> None:
+    channels = x.shape[1]
+    for block in range(first_block, last_block):
+        first = block * _BLOCK
+        last = min(first + _BLOCK, channels)
+        history = np.empty((taps.shape[0] - 1, last - first), np.float32)
+        for n in range(slots.shape[0]):
+            if slots[n] < 0:
+                continue
+            _history(window_pool[slots[n]], False, first, history)
+            begin = cu_seqlens[n]
+            for token in range(begin, cu_seqlens[n + 1]):
+                _token(x, history, taps, begin, token, first, y[token, first:last])
+                narrow(x[token, first:last], bank_x[bank_rows[n], token - begin, first:last])
+
+
+@register("short_conv.verify", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_x: torch.Tensor,
+) -> torch.Tensor:
+    """See `reference.verify`. x, window_pool and bank_x are fp32 or bf16."""
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    over_items(
+        _verify,
+        -(-x.shape[1] // _BLOCK),
+        x.numel(),
+        float_rows(x),
+        float_rows(weight.t()),
+        array_of(window_pool),
+        slots.numpy(),
+        cu_seqlens.numpy(),
+        bank_rows.numpy(),
+        array_of(bank_x),
+        y.numpy(),
+    )
+    return y.to(x.dtype)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _shift(window, accepted, count, target) -> None:
+    """target [W - 1, C] = the last W - 1 rows of (window, then accepted[:count]); may be the window itself,
+    because each row comes from a later one."""
+    rows = window.shape[0]
+    for j in range(rows):
+        source = count + j
+        for c in range(window.shape[1]):
+            target[j, c] = window[source, c] if source < rows else accepted[source - rows, c]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _commit(first, last, window_pools, slots, bank_rows, bank_x, counts, track_offsets, track_slots) -> None:
+    requests = slots.shape[0]
+    for item in range(first, last):
+        layer = item // requests
+        n = item % requests
+        if slots[n] < 0 or counts[n] <= 0:
+            continue
+        window = window_pools[layer, slots[n]]
+        accepted = bank_x[layer, bank_rows[n]]
+        if track_slots[n] >= 0 and 0 <= track_offsets[n] <= counts[n]:
+            _shift(window, accepted, track_offsets[n], window_pools[layer, track_slots[n]])
+        _shift(window, accepted, counts[n], window)
+
+
+@register("short_conv.commit", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def commit(
+    window_pools: torch.Tensor,
+    slots: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_x: torch.Tensor,
+    counts: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> None:
+    """See `reference.commit`: one call for all layers."""
+    layers, _, rows, channels = window_pools.shape
+    items = layers * slots.shape[0]
+    over_items(
+        _commit,
+        items,
+        items * rows * channels,
+        array_of(window_pools),
+        slots.numpy(),
+        bank_rows.numpy(),
+        array_of(bank_x),
+        counts.numpy(),
+        track_offsets.numpy(),
+        track_slots.numpy(),
     )

@@ -72,3 +72,62 @@ def decode(
         untracked,
         untracked,
     )
+
+
+@register("short_conv.verify", "reference", preference=0, device="any")
+def verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_x: torch.Tensor,
+) -> torch.Tensor:
+    """`extend` without writing a window: the rows of drafted tokens go to a bank instead.
+
+    Args (the others as in `extend`):
+        window_pool: [S, W - 1, C], only read.
+        bank_rows: [N] int64, the row of each request in the bank (its running-request row).
+        bank_x: [R, D, C] in the windows' dtype; row i of a request is the x of its token i (at most D).
+
+    Returns:
+        y [T, C] in x's dtype. A request without a slot leaves nothing in the bank.
+    """
+    untracked = torch.full_like(slots, -1)
+    fresh = torch.zeros_like(slots, dtype=torch.bool)
+    y = extend(x, weight, window_pool.clone(), slots, cu_seqlens, fresh, untracked, untracked)
+    for n, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            rows = x[int(cu_seqlens[n]) : int(cu_seqlens[n + 1])]
+            bank_x[int(bank_rows[n]), : rows.shape[0]] = rows.to(bank_x.dtype)
+    return y
+
+
+@register("short_conv.commit", "reference", preference=0, device="any")
+def commit(
+    window_pools: torch.Tensor,
+    slots: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_x: torch.Tensor,
+    counts: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> None:
+    """The first counts[n] rows in the bank enter the windows of all layers.
+
+    Args:
+        window_pools: [L, S, W - 1, C], updated in place. bank_x: [L, R, D, C], the same dtype.
+        slots, track_slots: [N] int64, -1 for none. bank_rows, counts (0..D), track_offsets: [N] int64.
+        The window after track_offsets[n] of the rows is also kept in track_slots[n], unless the offset is
+        below 0 or beyond counts[n], or nothing is committed.
+    """
+    kept = window_pools.shape[2]
+    for n, slot in enumerate(slots.tolist()):
+        count, offset, track = int(counts[n]), int(track_offsets[n]), int(track_slots[n])
+        if slot < 0 or count == 0:
+            continue
+        rows = torch.cat([window_pools[:, slot], bank_x[:, int(bank_rows[n]), :count]], dim=1)
+        if track >= 0 and 0 <= offset <= count:
+            window_pools[:, track] = rows[:, offset : offset + kept]
+        window_pools[:, slot] = rows[:, count:]

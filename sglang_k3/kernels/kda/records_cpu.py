@@ -1,0 +1,278 @@
+"""Verify and commit on a CPU: the rows of a state go through all drafted tokens while they are in L1.
+
+A row of S [V, K] needs nothing of the other rows, so S is read once, not once a token, and verify keeps the
+advanced rows nowhere. The arithmetic of a row is `token_cpu`'s, so u, o and a committed S are plain decode's,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+
+from sglang_k3.kernels.kda.token_cpu import (
+    DECAY,
+    DECAYED_KEY,
+    DECAYED_QUERY,
+    KEY,
+    PREPARED_ROWS,
+    advance_row,
+    advance_rows,
+    prepare,
+    prepare_key,
+    replay_rows,
+)
+from sglang_k3.kernels.registry import register
+from sglang_k3.kernels.row_math import LANES, array_of, float_rows, fp32_or_bf16, narrow, widen
+from sglang_k3.kernels.row_vectors import ROWS
+from sglang_k3.kernels.split import over_items
+
+__all__ = ["commit", "verify"]
+
+
+def _settle(values: Any, like: Any) -> None:
+    """Inside numba: values [K] fp32 become what storing them in a row like `like` would leave of them."""
+    raise NotImplementedError("only inside numba code")
+
+
+@overload(_settle, jit_options={"cache": True})
+def _settle_for(values, like):
+    if like.dtype == types.float32:
+        return lambda values, like: None
+
+    def through_bits(values, like):
+        bits = np.empty(values.shape[0], np.uint16)
+        narrow(values, bits)
+        widen(bits, values)
+
+    return through_bits
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, key_query, rows) -> None:
+    """Tokens begin .. end of head h: o [T, H, V] and u [D, H, V]; state [V, K] is only read."""
+    values = state.shape[0]
+    for i in range(end - begin):
+        t = begin + i
+        key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared[i])
+    grouped = values - values % ROWS
+    for first in range(0, grouped, ROWS):
+        for r in range(ROWS):
+            widen(state[first + r], rows[r])
+        for i in range(end - begin):
+            t = begin + i
+            ready = prepared[i]
+            outputs, added = advance_rows(
+                rows,
+                0,
+                ready[DECAY],
+                ready[KEY],
+                ready[DECAYED_KEY],
+                ready[DECAYED_QUERY],
+                key_query[i],
+                v[t, h, first],
+                v[t, h, first + 1],
+                v[t, h, first + 2],
+                v[t, h, first + 3],
+                beta[t, h],
+            )
+            o[t, h, first], o[t, h, first + 1], o[t, h, first + 2], o[t, h, first + 3] = outputs
+            u[i, h, first], u[i, h, first + 1], u[i, h, first + 2], u[i, h, first + 3] = added
+            for r in range(ROWS):
+                _settle(rows[r], state[first + r])
+    for r in range(grouped, values):
+        widen(state[r], rows[0])
+        for i in range(end - begin):
+            t = begin + i
+            ready = prepared[i]
+            o[t, h, r], u[i, h, r] = advance_row(
+                rows[0],
+                ready[DECAY],
+                ready[KEY],
+                ready[DECAYED_KEY],
+                ready[DECAYED_QUERY],
+                key_query[i],
+                v[t, h, r],
+                beta[t, h],
+            )
+            _settle(rows[0], state[r])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _verify(
+    first, last, q, k, v, g, beta, state_pool, slots, cu_seqlens, bank_rows, bank_u, bank_k, bank_g, scale, o
+) -> None:
+    heads, width = q.shape[1], q.shape[2]
+    prepared = np.empty((bank_u.shape[1], PREPARED_ROWS, width), np.float32)
+    key_query = np.empty(bank_u.shape[1], np.float32)
+    rows = np.empty((ROWS, width), np.float32)
+    for item in range(first, last):
+        n = item // heads
+        h = item % heads
+        if slots[n] < 0:
+            continue
+        begin, end = cu_seqlens[n], cu_seqlens[n + 1]
+        bank = bank_rows[n]
+        _verify_head(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            state_pool[slots[n], h],
+            begin,
+            end,
+            scale,
+            h,
+            o,
+            bank_u[bank],
+            prepared,
+            key_query,
+            rows,
+        )
+        for i in range(end - begin):
+            narrow(k[begin + i, h], bank_k[bank, i, h])
+            for c in range(width):
+                bank_g[bank, i, h, c] = g[begin + i, h, c]
+
+
+@register("kda.verify", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def verify(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state_pool: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_u: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_g: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """See `reference.verify`. state_pool and bank_k fp32 or bf16."""
+    o = torch.zeros(v.shape, dtype=torch.float32)
+    over_items(
+        _verify,
+        slots.shape[0] * v.shape[1],
+        q.numel() * v.shape[2] // LANES,
+        float_rows(q),
+        float_rows(k),
+        float_rows(v),
+        float_rows(g),
+        float_rows(beta),
+        array_of(state_pool),
+        slots.numpy(),
+        cu_seqlens.numpy(),
+        bank_rows.numpy(),
+        bank_u.numpy(),
+        array_of(bank_k),
+        bank_g.numpy(),
+        np.float32(scale),
+        o.numpy(),
+    )
+    return o.to(v.dtype)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _store_rows(rows, state, first, count) -> None:
+    for r in range(count):
+        narrow(rows[r], state[first + r])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _replay_head(state, u, count, track_offset, track, h, prepared, rows) -> None:
+    """state [V, K] moves on by `count` recorded tokens; after track_offset it is kept in track too."""
+    values = state.shape[0]
+    for first in range(0, values, ROWS):
+        size = min(ROWS, values - first)
+        for r in range(size):
+            widen(state[first + r], rows[r])
+        for i in range(count):
+            if i == track_offset:
+                _store_rows(rows, track, first, size)
+            ready = prepared[i]
+            # Behind the last row of a state the scratch holds an older row, whose result nobody reads.
+            replay_rows(
+                rows,
+                0,
+                ready[DECAY],
+                ready[KEY],
+                u[i, h, first],
+                u[i, h, min(first + 1, values - 1)],
+                u[i, h, min(first + 2, values - 1)],
+                u[i, h, min(first + 3, values - 1)],
+            )
+            for r in range(size):
+                _settle(rows[r], state[first + r])
+        if count == track_offset:
+            _store_rows(rows, track, first, size)
+        _store_rows(rows, state, first, size)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _commit(
+    first, last, state_pools, slots, bank_rows, bank_u, bank_k, bank_g, counts, track_offsets, track_slots
+) -> None:
+    requests, heads, width = slots.shape[0], state_pools.shape[2], state_pools.shape[4]
+    prepared = np.empty((bank_u.shape[2], PREPARED_ROWS, width), np.float32)
+    rows = np.zeros((ROWS, width), np.float32)
+    key = np.empty(width, np.float32)
+    for item in range(first, last):
+        layer = item // (requests * heads)
+        n = item // heads % requests
+        h = item % heads
+        if slots[n] < 0 or counts[n] <= 0:
+            continue
+        bank = bank_rows[n]
+        for i in range(counts[n]):
+            widen(bank_k[layer, bank, i, h], key)
+            prepare_key(key, bank_g[layer, bank, i, h], prepared[i])
+        tracked = track_slots[n] >= 0
+        _replay_head(
+            state_pools[layer, slots[n], h],
+            bank_u[layer, bank],
+            counts[n],
+            track_offsets[n] if tracked else -1,
+            state_pools[layer, max(track_slots[n], 0), h],
+            h,
+            prepared,
+            rows,
+        )
+
+
+@register("kda.commit", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def commit(
+    state_pools: torch.Tensor,
+    slots: torch.Tensor,
+    bank_rows: torch.Tensor,
+    bank_u: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_g: torch.Tensor,
+    counts: torch.Tensor,
+    track_offsets: torch.Tensor,
+    track_slots: torch.Tensor,
+) -> None:
+    """See `reference.commit`: one call for all layers. state_pools and bank_k fp32 or bf16."""
+    layers, _, heads, values, width = state_pools.shape
+    requests = slots.shape[0]
+    over_items(
+        _commit,
+        layers * requests * heads,
+        layers * requests * heads * values * width // LANES,
+        array_of(state_pools),
+        slots.numpy(),
+        bank_rows.numpy(),
+        bank_u.numpy(),
+        array_of(bank_k),
+        bank_g.numpy(),
+        counts.numpy(),
+        track_offsets.numpy(),
+        track_slots.numpy(),
+    )
