@@ -177,3 +177,49 @@ def experts_bytes(touched: int, tokens: int, top_k: int, width: int, inner: int,
 def experts_flops(tokens: int, top_k: int, width: int, inner: int) -> int:
     """Three products for each pair of a token and an expert."""
     return tokens * top_k * 3 * 2 * width * inner
+
+
+def kda_verify_bytes(requests: int, rows: int, heads: int, k: int, v: int, element: int) -> int:
+    """States read; q, k, v, g, beta of the drafts read, o written; records of u, g (fp32) and k written."""
+    drafts = requests * rows * heads
+    inputs = element * (2 * k + 2 * v) + FP32 * (k + 1)
+    return kda_state_traffic(requests, heads, k, v) // 2 + drafts * (inputs + FP32 * (v + k) + element * k)
+
+
+def kda_verify_flops(requests: int, rows: int, heads: int, k: int, v: int) -> int:
+    """Each draft costs what a decoded token costs."""
+    return kda_decode_flops(requests * rows, heads, k, v)
+
+
+def kda_commit_bytes(requests: int, tokens: int, heads: int, k: int, v: int, element: int) -> int:
+    """States read and written; the records of `tokens` accepted drafts read."""
+    records = requests * tokens * heads * (FP32 * (v + k) + element * k)
+    return kda_state_traffic(requests, heads, k, v) + records
+
+
+def kda_commit_flops(requests: int, tokens: int, heads: int, k: int, v: int) -> int:
+    """Decay 1 and the rank-one update 2: three an element of S and token."""
+    return requests * tokens * heads * 3 * k * v
+
+
+def conv_verify_bytes(requests: int, rows: int, channels: int, width: int, element: int) -> int:
+    """Windows and rows read, outputs and records written; the fp32 taps read."""
+    return channels * (element * requests * (width - 1 + 3 * rows) + FP32 * width)
+
+
+def conv_commit_bytes(requests: int, channels: int, width: int, element: int) -> int:
+    """The last width - 1 rows of window and records read, the window written."""
+    return channels * element * requests * 2 * (width - 1)
+
+
+def block_attention_bytes(
+    requests: int, context: int, rows: int, heads: int, groups: int, width: int, element: int, table: int = 4
+) -> int:
+    """Each request's keys, values and table entries read once; queries and own rows read, outputs written."""
+    cached = requests * context * (2 * groups * width * element + table)
+    return cached + requests * rows * width * element * (2 * heads + 2 * groups)
+
+
+def block_attention_flops(requests: int, context: int, rows: int, heads: int, width: int) -> int:
+    """Scores and sums for each pair of a drafted row and a position, its block's included."""
+    return requests * rows * (context + rows) * heads * 4 * width

@@ -41,7 +41,7 @@ def prefill_name(tokens: int) -> str:
     return f"kda_prefill_{tokens}"
 
 
-def _rows(draw: Draw, s: Sizes, tokens: int, heads: int, dtype: str) -> Arguments:
+def rows(draw: Draw, s: Sizes, tokens: int, heads: int, dtype: str) -> Arguments:
     """q, k, v, g, beta of some tokens; g is a bounded log decay as the gate makes it."""
     wide = (tokens, heads, s.head_dim)
     q, k, v = (draw.normal(*wide, dtype=dtype) for _ in range(3))
@@ -60,7 +60,7 @@ def _decode(s: Sizes, dtype: str) -> Case:
     def make() -> Arguments:
         draw = Draw()
         states = draw.normal(n, h, d, d)
-        return (*_rows(draw, s, n, h, dtype), states, draw.order(n), d**-0.5)
+        return (*rows(draw, s, n, h, dtype), states, draw.order(n), d**-0.5)
 
     return Case(
         name="kda_decode" if dtype == "fp32" else f"kda_decode_{dtype}",
@@ -81,10 +81,18 @@ def _prefill(s: Sizes, tokens: int, modes: tuple[str, ...], peer: bool = False) 
 
     def make() -> Arguments:
         draw = Draw()
-        rows = _rows(draw, s, tokens, h, "fp32")
+        inputs = rows(draw, s, tokens, h, "fp32")
         none = torch.full((1,), -1)
         spans = (torch.zeros(1, dtype=torch.int64), torch.tensor([0, tokens]))
-        return (*rows, torch.zeros(1, h, d, d), *spans, torch.ones(1, dtype=torch.bool), none, none, d**-0.5)
+        return (
+            *inputs,
+            torch.zeros(1, h, d, d),
+            *spans,
+            torch.ones(1, dtype=torch.bool),
+            none,
+            none,
+            d**-0.5,
+        )
 
     def peer_arguments() -> tuple[Arguments, Sequence[int]]:
         return (_transformers_rule(), *(row.unsqueeze(0) for row in make()[:5])), ()

@@ -99,3 +99,19 @@ def test_real_shapes_are_kimi_k3s(case: str, bytes_moved: int, flops: int):
 def test_cases_have_names_of_their_own():
     names = [case.name for case in all_cases(Sizes.full(), full=True)]
     assert len(names) == len(set(names)) > 40
+
+
+def test_a_verify_reads_states_and_writes_records_and_a_commit_reads_them():
+    # 4 requests x 96 heads x 64 KiB read once; 32 drafts x 96 heads of q, k, v, o (512), g and beta (129) and
+    # u, k, g (384) of records, all fp32.
+    assert counts.kda_verify_bytes(4, 8, 96, 128, 128, 4) == 25_165_824 + 32 * 96 * (512 + 129 + 384) * 4
+    assert counts.kda_verify_flops(4, 8, 96, 128, 128) == 32 * 96 * 7 * 16_384
+    assert counts.kda_commit_bytes(4, 3, 96, 128, 128, 2) == 50_331_648 + 12 * 96 * (256 * 4 + 128 * 2)
+    assert counts.kda_commit_flops(4, 3, 96, 128, 128) == 12 * 96 * 3 * 16_384
+    assert counts.conv_verify_bytes(4, 8, 10, 4, 2) == 10 * (2 * 4 * (3 + 24) + 16)
+    assert counts.conv_commit_bytes(4, 10, 4, 2) == 10 * 2 * 4 * 6
+
+
+def test_a_drafted_block_reads_its_context_once_and_sees_itself():
+    assert counts.block_attention_bytes(2, 100, 7, 4, 2, 8, 4) == 2 * 100 * (128 + 4) + 2 * 7 * 8 * 4 * 12
+    assert counts.block_attention_flops(2, 100, 7, 4, 8) == 2 * 7 * 107 * 4 * 32
