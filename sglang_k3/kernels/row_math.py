@@ -2,7 +2,8 @@
 
 torch's vectorised exp differs between a vector's body and its tail, and its reductions split by size, so a
 row's bits would depend on its neighbours. Here each function sees one row (or one number) and spells out the
-order of its sums; numba without fastmath neither contracts multiply-adds nor reorders.
+order of its sums and where a product is fused into one (`fma`, one instruction for two and one rounding);
+numba without fastmath neither contracts multiply-adds by itself nor reorders.
 
 numba caches a kernel with the functions it calls compiled in, and looks at the kernel's own file only:
 after an edit here delete the caches (`__pycache__/*.nbi`). Kernels that divide need error_model="numpy":
@@ -17,11 +18,16 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.cgutils import get_or_insert_function
 from numba.core.errors import TypingError
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import overload
 
 from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.registry import Call
+
+intrinsic: Any = numba_intrinsic
+"""numba passes the typing context itself, which a type checker takes for a missing argument."""
 
 LANES = 8
 """A dot product keeps this many running sums: part of its definition, whatever the machine's vectors."""
@@ -93,14 +99,27 @@ def float_rows(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+@intrinsic
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in fp32, rounded once."""
+    if not a == b == c == types.float32:
+        raise TypingError(f"fma takes fp32 numbers, got {a}, {b} and {c}")
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return fused(builder, *arguments)
+
+    return types.float32(a, b, c), codegen
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def exp(x: np.float32) -> np.float32:
     """e^x in fp32 within 2 units in the last place; 0 below -87.3 (no subnormals), inf above 88.7."""
     power = np.floor(x * _LOG2_E + _HALF)
-    r = x - power * _LN2_HIGH
-    r = r - power * _LN2_LOW
-    tail = ((((_EXP_5 * r + _EXP_4) * r + _EXP_3) * r + _EXP_2) * r + _EXP_1) * r + _EXP_0
-    mantissa = tail * (r * r) + r + _ONE
+    r = fma(power, -_LN2_HIGH, x)
+    r = fma(power, -_LN2_LOW, r)
+    tail = fma(fma(fma(_EXP_5, r, _EXP_4), r, _EXP_3), r, _EXP_2)
+    tail = fma(fma(tail, r, _EXP_1), r, _EXP_0)
+    mantissa = fma(tail, r * r, r) + _ONE
     # Two factors, because 2^128 (x just under the ceiling) is not a fp32 number.
     exponent = np.int32(power)
     half = exponent >> np.int32(1)
@@ -132,6 +151,14 @@ def softplus(x: np.float32) -> np.float32:
     series = (((((_ODD_15 * z + _ODD_13) * z + _ODD_11) * z + _ODD_9) * z + _ODD_7) * z + _ODD_5) * z
     series = (series + _ODD_3) * z + _ONE
     return max(x, _ZERO) + _TWO * s * series
+
+
+def fused(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
+    """Emit a * b + c, rounded once, of numbers or of vectors of LANES."""
+    kind = a.type
+    name = "llvm.fma.f32" if isinstance(kind, ir.FloatType) else f"llvm.fma.v{kind.count}f32"
+    signature = ir.FunctionType(kind, [kind] * 3)
+    return builder.call(get_or_insert_function(builder.module, signature, name), [a, b, c])
 
 
 def add_lanes(builder: ir.IRBuilder, sums: Any) -> Any:
@@ -186,7 +213,7 @@ def _lane_sums(typing_context: Any, a: Any, b: Any, count: Any) -> Any:
             builder.load(builder.bitcast(builder.gep(p, [index]), lanes.as_pointer()), align=4)
             for p in pointers
         )
-        sums.add_incoming(builder.fadd(sums, builder.fmul(x, y)), body)
+        sums.add_incoming(fused(builder, x, y, sums), body)
         index.add_incoming(builder.add(index, ir.Constant(end.type, LANES)), body)
         builder.branch(test)
 
@@ -201,9 +228,9 @@ def dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     """a . b of two contiguous fp32 vectors [n]: LANES running sums over the whole blocks, then the
     remaining products in order."""
     whole = a.shape[0] - a.shape[0] % LANES
-    total = _lane_sums(a, b, whole)  # pyright: ignore[reportCallIssue]  (numba passes the context)
+    total = _lane_sums(a, b, whole)
     for i in range(whole, a.shape[0]):
-        total += a[i] * b[i]
+        total = fma(a[i], b[i], total)
     return total
 
 

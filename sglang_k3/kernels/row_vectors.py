@@ -13,12 +13,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic as numba_intrinsic
 
-from sglang_k3.kernels.row_math import LANES, add_lanes
-
-intrinsic: Any = numba_intrinsic
-"""numba passes the typing context itself, which a type checker takes for a missing argument."""
+from sglang_k3.kernels.row_math import LANES, add_lanes, fused, intrinsic
 
 ROWS = 4
 """Rows worked on together: their sums and two vectors of operands fit 16 registers."""
@@ -103,23 +99,35 @@ def _load_wide(builder: ir.IRBuilder, kind: Any, pointer: Any, index: Any) -> An
     return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), _VECTOR)
 
 
-def _products(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any, operands: int) -> list[Any]:
-    """Emit `operands` sums for each of ROWS rows. values: matrix, first, width, the operands, count."""
-    pointers = _pointers(context, builder, [kinds[0], *kinds[3:-1]], [values[0], *values[3:-1]])
-    rows = _row_starts(builder, pointers[0], values[1], values[2])
+def _sums(builder: ir.IRBuilder, kind: Any, rows: list[Any], operands: list[Any], count: Any) -> list[Any]:
+    """Emit one sum for each of ROWS rows of a matrix of this kind and each operand, over `count` numbers."""
 
     def step(index: Any, sums: list[Any]) -> list[Any]:
-        loaded = [_load(builder, pointer, index) for pointer in pointers[1:]]
+        loaded = [_load(builder, pointer, index) for pointer in operands]
         following = []
         for r, row in enumerate(rows):
-            x = _load_wide(builder, kinds[0], row, index)
+            x = _load_wide(builder, kind, row, index)
             for o, operand in enumerate(loaded):
-                following.append(builder.fadd(sums[operands * r + o], builder.fmul(x, operand)))
+                following.append(fused(builder, x, operand, sums[len(operands) * r + o]))
         return following
 
     zero = ir.Constant(_VECTOR, [0.0] * LANES)
-    sums = over(builder, values[-1], LANES, [zero] * (operands * ROWS), step)
+    sums = over(builder, count, LANES, [zero] * (len(operands) * ROWS), step)
     return [add_lanes(builder, value) for value in sums]
+
+
+def _products(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> list[Any]:
+    """Emit the sums of `dots` and `matrix_dots`. values: matrix, first, width, the operands, count."""
+    matrix, *operands = _pointers(context, builder, [kinds[0], *kinds[3:-1]], [values[0], *values[3:-1]])
+    rows = _row_starts(builder, matrix, values[1], values[2])
+    return _sums(builder, kinds[0], rows, operands, values[-1])
+
+
+def _from_table(context: Any, builder: ir.IRBuilder, kind: Any, values: Any, width: Any) -> list[Any]:
+    """Emit pointers to rows of a table. values: the table and the rows' numbers."""
+    table, *numbers = values
+    (pointer,) = _pointers(context, builder, [kind], [table])
+    return [builder.gep(pointer, [builder.mul(number, width)]) for number in numbers]
 
 
 @intrinsic
@@ -133,7 +141,7 @@ def dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, b: An
     _need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        totals = _products(context, builder, signature.args, arguments, 2)
+        totals = _products(context, builder, signature.args, arguments)
         return context.make_tuple(builder, signature.return_type, totals)
 
     return types.UniTuple(types.float32, 2 * ROWS)(matrix, first, width, a, b, count), codegen
@@ -146,39 +154,67 @@ def matrix_dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any
     _need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        totals = _products(context, builder, signature.args, arguments, 1)
+        totals = _products(context, builder, signature.args, arguments)
         return context.make_tuple(builder, signature.return_type, totals)
 
     return types.UniTuple(types.float32, ROWS)(matrix, first, width, a, count), codegen
 
 
 @intrinsic
-def decay_and_add(
-    typing_context: Any, state: Any, first: Any, width: Any, decay: Any, k: Any, u: Any, count: Any
+def table_dots(
+    typing_context: Any, matrix: Any, first: Any, width: Any, table: Any, a: Any, b: Any, count: Any
 ) -> Any:
-    """row <- row * decay + u_r * k over the first `count` numbers of ROWS rows; u a tuple of ROWS fp32."""
-    _need_fp32(state=state, decay=decay, k=k)
+    """`dots` with rows a and b of a table [n, width]. (A row cut out in numba counts references: two atomic
+    additions, as much as the products of a row.)"""
+    _need_fp32(table=table)
+    _need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        matrix, start, wide, decays, keys, factors, end = arguments
-        pointers = _pointers(
-            context, builder, [signature.args[0], *signature.args[3:5]], [matrix, decays, keys]
-        )
-        rows = _row_starts(builder, pointers[0], start, wide)
+        operands = _from_table(context, builder, signature.args[3], arguments[3:6], arguments[2])
+        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        rows = _row_starts(builder, pointer, arguments[1], arguments[2])
+        totals = _sums(builder, signature.args[0], rows, operands, arguments[6])
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    return types.UniTuple(types.float32, 2 * ROWS)(matrix, first, width, table, a, b, count), codegen
+
+
+@intrinsic
+def table_decay_and_add(
+    typing_context: Any,
+    state: Any,
+    first: Any,
+    width: Any,
+    table: Any,
+    decay: Any,
+    k: Any,
+    u: Any,
+    count: Any,
+) -> Any:
+    """row <- row * decay + u_r * k over the first `count` numbers of ROWS rows; u a tuple of ROWS fp32.
+
+    decay, k: rows of the table [n, width]. The sum is fused: fma(row, decay, u_r * k).
+    """
+    _need_fp32(state=state, table=table)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        matrix, start, wide, factors, end = *arguments[:3], *arguments[6:]
+        decays, keys = _from_table(context, builder, signature.args[3], arguments[3:6], wide)
+        (pointer,) = _pointers(context, builder, signature.args[:1], [matrix])
+        rows = _row_starts(builder, pointer, start, wide)
         factor_lanes = [spread(builder, builder.extract_value(factors, r)) for r in range(ROWS)]
 
         def step(index: Any, values: list[Any]) -> list[Any]:
-            d, key = (_load(builder, pointer, index) for pointer in pointers[1:])
+            d, key = (_load(builder, place, index) for place in (decays, keys))
             for row, factor in zip(rows, factor_lanes, strict=True):
-                x = _load(builder, row, index)
-                following = builder.fadd(builder.fmul(x, d), builder.fmul(factor, key))
+                following = fused(builder, _load(builder, row, index), d, builder.fmul(factor, key))
                 builder.store(following, _vector_at(builder, row, index), align=4)
             return values
 
         over(builder, end, LANES, [], step)
         return context.get_dummy_value()
 
-    return types.void(state, first, width, decay, k, u, count), codegen
+    return types.void(state, first, width, table, decay, k, u, count), codegen
 
 
 @intrinsic
@@ -200,7 +236,7 @@ def add_rows(
         def step(index: Any, values: list[Any]) -> list[Any]:
             total = _load(builder, pointers[0], index)
             for row, factor in zip(starts, factor_lanes, strict=True):
-                total = builder.fadd(total, builder.fmul(factor, _load(builder, row, index)))
+                total = fused(builder, factor, _load(builder, row, index), total)
             builder.store(total, _vector_at(builder, pointers[0], index), align=4)
             return values
 

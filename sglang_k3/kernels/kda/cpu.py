@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
-from sglang_k3.kernels.kda.records_cpu import commit, verify
+from sglang_k3.kernels.kda.records_cpu import commit, outputs, verify
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import (
@@ -21,6 +21,8 @@ from sglang_k3.kernels.row_math import (
     softplus,
 )
 from sglang_k3.kernels.split import over_items
+
+_ZERO = np.float32(0)
 
 __all__ = ["commit", "decode", "extend_chunk", "extend_recurrent", "gate", "verify"]
 
@@ -113,7 +115,9 @@ def _walk(
     heads = q.shape[1]
     for item in range(first, last):
         n = item // heads
-        if slots[n] >= 0:
+        if slots[n] < 0:
+            o[cu_seqlens[n] : cu_seqlens[n + 1], item % heads] = _ZERO
+        else:
             _walk_head(
                 q,
                 k,
@@ -147,7 +151,7 @@ def _run(
     track_slots: np.ndarray,
     scale: float,
 ) -> torch.Tensor:
-    o = torch.zeros(v.shape, dtype=torch.float32)
+    o = outputs(v, cu_seqlens)
     over_items(
         _walk,
         slots.shape[0] * v.shape[1],

@@ -15,10 +15,6 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.kda.token_cpu import (
-    DECAY,
-    DECAYED_KEY,
-    DECAYED_QUERY,
-    KEY,
     PREPARED_ROWS,
     advance_row,
     advance_rows,
@@ -31,23 +27,37 @@ from sglang_k3.kernels.row_math import LANES, array_of, float_rows, fp32_or_bf16
 from sglang_k3.kernels.row_vectors import ROWS
 from sglang_k3.kernels.split import over_items
 
-__all__ = ["commit", "verify"]
+__all__ = ["commit", "outputs", "verify"]
+
+_ZERO = np.float32(0)
 
 
-def _settle(values: Any, like: Any) -> None:
-    """Inside numba: values [K] fp32 become what storing them in a row like `like` would leave of them."""
+def outputs(v: torch.Tensor, cu_seqlens: np.ndarray) -> torch.Tensor:
+    """o like v [T, H, V] in fp32, zero behind the last request's tokens; the kernel writes all the rest.
+
+    (A tensor of zeros comes in fresh pages, whose faults cost more than a small decode.)
+    """
+    o = torch.empty(v.shape, dtype=torch.float32)
+    if cu_seqlens[-1] < v.shape[0]:
+        o[cu_seqlens[-1] :] = 0
+    return o
+
+
+def _settle_rows(rows: Any, state: Any, count: Any) -> None:
+    """Inside numba: the first `count` rows, fp32, become what storing them in the state would leave of them."""
     raise NotImplementedError("only inside numba code")
 
 
-@overload(_settle, jit_options={"cache": True})
-def _settle_for(values, like):
-    if like.dtype == types.float32:
-        return lambda values, like: None
+@overload(_settle_rows, jit_options={"cache": True})
+def _settle_rows_for(rows, state, count):
+    if state.dtype == types.float32:
+        return lambda rows, state, count: None
 
-    def through_bits(values, like):
-        bits = np.empty(values.shape[0], np.uint16)
-        narrow(values, bits)
-        widen(bits, values)
+    def through_bits(rows, state, count):
+        bits = np.empty(rows.shape[1], np.uint16)
+        for r in range(count):
+            narrow(rows[r], bits)
+            widen(bits, rows[r])
 
     return through_bits
 
@@ -58,21 +68,18 @@ def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, 
     values = state.shape[0]
     for i in range(end - begin):
         t = begin + i
-        key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared[i])
+        key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared, i * PREPARED_ROWS)
     grouped = values - values % ROWS
     for first in range(0, grouped, ROWS):
         for r in range(ROWS):
             widen(state[first + r], rows[r])
         for i in range(end - begin):
             t = begin + i
-            ready = prepared[i]
             outputs, added = advance_rows(
                 rows,
                 0,
-                ready[DECAY],
-                ready[KEY],
-                ready[DECAYED_KEY],
-                ready[DECAYED_QUERY],
+                prepared,
+                i * PREPARED_ROWS,
                 key_query[i],
                 v[t, h, first],
                 v[t, h, first + 1],
@@ -82,24 +89,15 @@ def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, 
             )
             o[t, h, first], o[t, h, first + 1], o[t, h, first + 2], o[t, h, first + 3] = outputs
             u[i, h, first], u[i, h, first + 1], u[i, h, first + 2], u[i, h, first + 3] = added
-            for r in range(ROWS):
-                _settle(rows[r], state[first + r])
+            _settle_rows(rows, state, ROWS)
     for r in range(grouped, values):
         widen(state[r], rows[0])
         for i in range(end - begin):
             t = begin + i
-            ready = prepared[i]
             o[t, h, r], u[i, h, r] = advance_row(
-                rows[0],
-                ready[DECAY],
-                ready[KEY],
-                ready[DECAYED_KEY],
-                ready[DECAYED_QUERY],
-                key_query[i],
-                v[t, h, r],
-                beta[t, h],
+                rows[0], prepared, i * PREPARED_ROWS, key_query[i], v[t, h, r], beta[t, h]
             )
-            _settle(rows[0], state[r])
+            _settle_rows(rows, state, 1)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -107,15 +105,16 @@ def _verify(
     first, last, q, k, v, g, beta, state_pool, slots, cu_seqlens, bank_rows, bank_u, bank_k, bank_g, scale, o
 ) -> None:
     heads, width = q.shape[1], q.shape[2]
-    prepared = np.empty((bank_u.shape[1], PREPARED_ROWS, width), np.float32)
+    prepared = np.empty((bank_u.shape[1] * PREPARED_ROWS, width), np.float32)
     key_query = np.empty(bank_u.shape[1], np.float32)
     rows = np.empty((ROWS, width), np.float32)
     for item in range(first, last):
         n = item // heads
         h = item % heads
-        if slots[n] < 0:
-            continue
         begin, end = cu_seqlens[n], cu_seqlens[n + 1]
+        if slots[n] < 0:
+            o[begin:end, h] = _ZERO
+            continue
         bank = bank_rows[n]
         _verify_head(
             q,
@@ -157,7 +156,8 @@ def verify(
     scale: float,
 ) -> torch.Tensor:
     """See `reference.verify`. state_pool and bank_k fp32 or bf16."""
-    o = torch.zeros(v.shape, dtype=torch.float32)
+    offsets = cu_seqlens.numpy()
+    o = outputs(v, offsets)
     over_items(
         _verify,
         slots.shape[0] * v.shape[1],
@@ -169,7 +169,7 @@ def verify(
         float_rows(beta),
         array_of(state_pool),
         slots.numpy(),
-        cu_seqlens.numpy(),
+        offsets,
         bank_rows.numpy(),
         bank_u.numpy(),
         array_of(bank_k),
@@ -197,20 +197,18 @@ def _replay_head(state, u, count, track_offset, track, h, prepared, rows) -> Non
         for i in range(count):
             if i == track_offset:
                 _store_rows(rows, track, first, size)
-            ready = prepared[i]
             # Behind the last row of a state the scratch holds an older row, whose result nobody reads.
             replay_rows(
                 rows,
                 0,
-                ready[DECAY],
-                ready[KEY],
+                prepared,
+                i * PREPARED_ROWS,
                 u[i, h, first],
                 u[i, h, min(first + 1, values - 1)],
                 u[i, h, min(first + 2, values - 1)],
                 u[i, h, min(first + 3, values - 1)],
             )
-            for r in range(size):
-                _settle(rows[r], state[first + r])
+            _settle_rows(rows, state, size)
         if count == track_offset:
             _store_rows(rows, track, first, size)
         _store_rows(rows, state, first, size)
@@ -221,7 +219,7 @@ def _commit(
     first, last, state_pools, slots, bank_rows, bank_u, bank_k, bank_g, counts, track_offsets, track_slots
 ) -> None:
     requests, heads, width = slots.shape[0], state_pools.shape[2], state_pools.shape[4]
-    prepared = np.empty((bank_u.shape[2], PREPARED_ROWS, width), np.float32)
+    prepared = np.empty((bank_u.shape[2] * PREPARED_ROWS, width), np.float32)
     rows = np.zeros((ROWS, width), np.float32)
     key = np.empty(width, np.float32)
     for item in range(first, last):
@@ -233,7 +231,7 @@ def _commit(
         bank = bank_rows[n]
         for i in range(counts[n]):
             widen(bank_k[layer, bank, i, h], key)
-            prepare_key(key, bank_g[layer, bank, i, h], prepared[i])
+            prepare_key(key, bank_g[layer, bank, i, h], prepared, i * PREPARED_ROWS)
         tracked = track_slots[n] >= 0
         _replay_head(
             state_pools[layer, slots[n], h],

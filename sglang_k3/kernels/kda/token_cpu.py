@@ -13,8 +13,8 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
-from sglang_k3.kernels.row_math import LANES, dot, exp, narrow, widen
-from sglang_k3.kernels.row_vectors import ROWS, decay_and_add, dots
+from sglang_k3.kernels.row_math import LANES, dot, exp, fma, narrow, widen
+from sglang_k3.kernels.row_vectors import ROWS, table_decay_and_add, table_dots
 
 _EPS = np.float32(NORM_EPS)
 _ONE = np.float32(1)
@@ -26,136 +26,120 @@ SCRATCH_ROWS = 6
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def advance_row(row, decay, k, decayed_k, decayed_q, key_query, value, beta):
+def advance_row(row, table, base, key_query, value, beta):
     """One row [K] of S, in place: S <- S d + u k, u = beta (v - (S d) . k). Returns (S d + u k) . q and u.
 
-    The decay multiplies k and q instead of S before the products, so that S is written once; likewise
-    the output is (S d) . q + u (k . q).
+    table [n, K], base: rows base .. of it are `prepare`'s of the token. The decay multiplies k and q instead
+    of S before the products, so that S is written once; likewise the output is (S d) . q + u (k . q).
     """
-    u = beta * (value - dot(row, decayed_k))
-    o = dot(row, decayed_q) + u * key_query
+    u = beta * (value - dot(row, table[base + DECAYED_KEY]))
+    o = dot(row, table[base + DECAYED_QUERY]) + u * key_query
     for i in range(row.shape[0]):
-        row[i] = row[i] * decay[i] + u * k[i]
+        row[i] = fma(row[i], table[base + DECAY, i], u * table[base + KEY, i])
     return o, u
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def advance_rows(state, first, decay, k, decayed_k, decayed_q, key_query, v0, v1, v2, v3, beta):
+def advance_rows(state, first, table, base, key_query, v0, v1, v2, v3, beta):
     """`advance_row` on ROWS rows of a contiguous fp32 state [V, K] from `first` on, to the same bits.
 
     Returns their outputs and their u: (o0, o1, o2, o3), (u0, u1, u2, u3).
     """
     width = state.shape[1]
     whole = width - width % LANES
-    k0, q0, k1, q1, k2, q2, k3, q3 = dots(state, first, width, decayed_k, decayed_q, whole)
+    at_k, at_q = base + DECAYED_KEY, base + DECAYED_QUERY
+    k0, q0, k1, q1, k2, q2, k3, q3 = table_dots(state, first, width, table, at_k, at_q, whole)
     for i in range(whole, width):
-        k0 += state[first, i] * decayed_k[i]
-        q0 += state[first, i] * decayed_q[i]
-        k1 += state[first + 1, i] * decayed_k[i]
-        q1 += state[first + 1, i] * decayed_q[i]
-        k2 += state[first + 2, i] * decayed_k[i]
-        q2 += state[first + 2, i] * decayed_q[i]
-        k3 += state[first + 3, i] * decayed_k[i]
-        q3 += state[first + 3, i] * decayed_q[i]
+        k0 = fma(state[first, i], table[at_k, i], k0)
+        q0 = fma(state[first, i], table[at_q, i], q0)
+        k1 = fma(state[first + 1, i], table[at_k, i], k1)
+        q1 = fma(state[first + 1, i], table[at_q, i], q1)
+        k2 = fma(state[first + 2, i], table[at_k, i], k2)
+        q2 = fma(state[first + 2, i], table[at_q, i], q2)
+        k3 = fma(state[first + 3, i], table[at_k, i], k3)
+        q3 = fma(state[first + 3, i], table[at_q, i], q3)
     u0 = beta * (v0 - k0)
     u1 = beta * (v1 - k1)
     u2 = beta * (v2 - k2)
     u3 = beta * (v3 - k3)
-    replay_rows(state, first, decay, k, u0, u1, u2, u3)
+    replay_rows(state, first, table, base, u0, u1, u2, u3)
     outputs = (q0 + u0 * key_query, q1 + u1 * key_query, q2 + u2 * key_query, q3 + u3 * key_query)
     return outputs, (u0, u1, u2, u3)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def replay_rows(state, first, decay, k, u0, u1, u2, u3) -> None:
+def replay_rows(state, first, table, base, u0, u1, u2, u3) -> None:
     """The same rows when u is known: S <- S d + u k, the arithmetic of `advance_row`'s last line."""
     width = state.shape[1]
     whole = width - width % LANES
-    decay_and_add(state, first, width, decay, k, (u0, u1, u2, u3), whole)
+    at_decay, at_k = base + DECAY, base + KEY
+    table_decay_and_add(state, first, width, table, at_decay, at_k, (u0, u1, u2, u3), whole)
     for i in range(whole, width):
-        state[first, i] = state[first, i] * decay[i] + u0 * k[i]
-        state[first + 1, i] = state[first + 1, i] * decay[i] + u1 * k[i]
-        state[first + 2, i] = state[first + 2, i] * decay[i] + u2 * k[i]
-        state[first + 3, i] = state[first + 3, i] * decay[i] + u3 * k[i]
+        decay, k = table[at_decay, i], table[at_k, i]
+        state[first, i] = fma(state[first, i], decay, u0 * k)
+        state[first + 1, i] = fma(state[first + 1, i], decay, u1 * k)
+        state[first + 2, i] = fma(state[first + 2, i], decay, u2 * k)
+        state[first + 3, i] = fma(state[first + 3, i], decay, u3 * k)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, o) -> None:
+def _advance_floats(state, table, key_query, v, beta, o) -> None:
     """Every row of an fp32 state [V, K], ROWS of them at a time."""
     values = state.shape[0]
     grouped = values - values % ROWS
     for first in range(0, grouped, ROWS):
         (o[first], o[first + 1], o[first + 2], o[first + 3]), _ = advance_rows(
-            state,
-            first,
-            decay,
-            k,
-            decayed_k,
-            decayed_q,
-            key_query,
-            v[first],
-            v[first + 1],
-            v[first + 2],
-            v[first + 3],
-            beta,
+            state, first, table, 0, key_query, v[first], v[first + 1], v[first + 2], v[first + 3], beta
         )
     for r in range(grouped, values):
-        o[r], _ = advance_row(state[r], decay, k, decayed_k, decayed_q, key_query, v[r], beta)
+        o[r], _ = advance_row(state[r], table, 0, key_query, v[r], beta)
 
 
-def _advance_state(
-    state: Any,
-    decay: Any,
-    k: Any,
-    decayed_k: Any,
-    decayed_q: Any,
-    key_query: Any,
-    v: Any,
-    beta: Any,
-    row: Any,
-    o: Any,
-) -> None:
-    """Inside numba: every row of a state [V, K], fp32 or bf16 bits (through the scratch row [K])."""
+def _advance_state(state: Any, table: Any, key_query: Any, v: Any, beta: Any, o: Any) -> None:
+    """Inside numba: every row of a state [V, K], fp32 or bf16 bits (through the table's last row)."""
     raise NotImplementedError("only inside numba code")
 
 
 @overload(_advance_state, jit_options={"cache": True})
-def _advance_state_for(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
+def _advance_state_for(state, table, key_query, v, beta, o):
     if state.dtype == types.float32:
 
-        def advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
-            _advance_floats(state, decay, k, decayed_k, decayed_q, key_query, v, beta, o)
+        def advance_floats(state, table, key_query, v, beta, o):
+            _advance_floats(state, table, key_query, v, beta, o)
 
         return advance_floats
 
-    def advance_bits(state, decay, k, decayed_k, decayed_q, key_query, v, beta, row, o):
+    def advance_bits(state, table, key_query, v, beta, o):
+        row = table[_ROW]
         for r in range(v.shape[0]):
             widen(state[r], row)
-            o[r], _ = advance_row(row, decay, k, decayed_k, decayed_q, key_query, v[r], beta)
+            o[r], _ = advance_row(row, table, 0, key_query, v[r], beta)
             narrow(row, state[r])
 
     return advance_bits
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def prepare_key(k, g, prepared) -> None:
-    """prepared[KEY] = k / |k|, prepared[DECAY] = e^g: all that a replay of recorded tokens needs."""
+def prepare_key(k, g, table, base) -> None:
+    """Rows KEY = k / |k| and DECAY = e^g of a token: all that a replay of recorded tokens needs."""
     factor = _ONE / math.sqrt(dot(k, k) + _EPS)
     for i in range(k.shape[0]):
-        prepared[KEY, i] = k[i] * factor
-        prepared[DECAY, i] = exp(g[i])
+        table[base + KEY, i] = k[i] * factor
+        table[base + DECAY, i] = exp(g[i])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def prepare(q, k, g, scale, prepared) -> np.float32:
-    """What every row of a head needs of one token: prepared [PREPARED_ROWS, K]. Returns key . query."""
-    prepare_key(k, g, prepared)
+def prepare(q, k, g, scale, table, base) -> np.float32:
+    """What every row of a head needs of one token, in PREPARED_ROWS rows of the table [n, K] from `base` on.
+    Returns key . query."""
+    prepare_key(k, g, table, base)
     factor = scale * (_ONE / math.sqrt(dot(q, q) + _EPS))
     for i in range(q.shape[0]):
-        prepared[_QUERY, i] = q[i] * factor
-        prepared[DECAYED_QUERY, i] = prepared[DECAY, i] * prepared[_QUERY, i]
-        prepared[DECAYED_KEY, i] = prepared[DECAY, i] * prepared[KEY, i]
-    return dot(prepared[KEY], prepared[_QUERY])
+        query, decay = q[i] * factor, table[base + DECAY, i]
+        table[base + _QUERY, i] = query
+        table[base + DECAYED_QUERY, i] = decay * query
+        table[base + DECAYED_KEY, i] = decay * table[base + KEY, i]
+    return dot(table[base + KEY], table[base + _QUERY])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -165,16 +149,4 @@ def token(q, k, v, g, beta, scale, state, scratch, o) -> None:
     q, k, g [K], v, o [V] fp32; beta, scale fp32; state [V, K] fp32 or bf16 bits (rounded once, after the
     token); scratch [SCRATCH_ROWS, K] fp32.
     """
-    key_query = prepare(q, k, g, scale, scratch)
-    _advance_state(
-        state,
-        scratch[DECAY],
-        scratch[KEY],
-        scratch[DECAYED_KEY],
-        scratch[DECAYED_QUERY],
-        key_query,
-        v,
-        beta,
-        scratch[_ROW],
-        o,
-    )
+    _advance_state(state, scratch, prepare(q, k, g, scale, scratch, 0), v, beta, o)

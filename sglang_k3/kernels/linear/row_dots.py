@@ -15,7 +15,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from sglang_k3.kernels.row_math import LANES, array_of, dot, float_rows, widen
+from sglang_k3.kernels.row_math import LANES, array_of, dot, float_rows, fma, widen
 from sglang_k3.kernels.row_vectors import ROWS, dots, matrix_dots
 from sglang_k3.kernels.split import over_items
 
@@ -79,14 +79,14 @@ def _two_rows(x, t, weight, o, whole, out) -> None:
         w1 = _wide_element(weight[o + 1, i])
         w2 = _wide_element(weight[o + 2, i])
         w3 = _wide_element(weight[o + 3, i])
-        a0 += w0 * x[t, i]
-        b0 += w0 * x[t + 1, i]
-        a1 += w1 * x[t, i]
-        b1 += w1 * x[t + 1, i]
-        a2 += w2 * x[t, i]
-        b2 += w2 * x[t + 1, i]
-        a3 += w3 * x[t, i]
-        b3 += w3 * x[t + 1, i]
+        a0 = fma(w0, x[t, i], a0)
+        b0 = fma(w0, x[t + 1, i], b0)
+        a1 = fma(w1, x[t, i], a1)
+        b1 = fma(w1, x[t + 1, i], b1)
+        a2 = fma(w2, x[t, i], a2)
+        b2 = fma(w2, x[t + 1, i], b2)
+        a3 = fma(w3, x[t, i], a3)
+        b3 = fma(w3, x[t + 1, i], b3)
     out[t, o] = a0
     out[t, o + 1] = a1
     out[t, o + 2] = a2
@@ -101,10 +101,10 @@ def _two_rows(x, t, weight, o, whole, out) -> None:
 def _one_row(x, t, weight, o, whole, out) -> None:
     s0, s1, s2, s3 = matrix_dots(weight, o, weight.shape[1], x[t], whole)
     for i in range(whole, weight.shape[1]):
-        s0 += _wide_element(weight[o, i]) * x[t, i]
-        s1 += _wide_element(weight[o + 1, i]) * x[t, i]
-        s2 += _wide_element(weight[o + 2, i]) * x[t, i]
-        s3 += _wide_element(weight[o + 3, i]) * x[t, i]
+        s0 = fma(_wide_element(weight[o, i]), x[t, i], s0)
+        s1 = fma(_wide_element(weight[o + 1, i]), x[t, i], s1)
+        s2 = fma(_wide_element(weight[o + 2, i]), x[t, i], s2)
+        s3 = fma(_wide_element(weight[o + 3, i]), x[t, i], s3)
     out[t, o] = s0
     out[t, o + 1] = s1
     out[t, o + 2] = s2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sglang_k3.kernels.row_math import LANES, dot, exp, widen
+from sglang_k3.kernels.row_math import LANES, dot, exp, fma, widen
 from sglang_k3.kernels.row_vectors import ROWS, add_rows, dots
 
 # Positions scored before the running maximum moves. Part of the definition: blocks start at multiples
@@ -25,14 +25,14 @@ def _score(keys, count, first, second, scale, scores) -> None:
     for j in range(0, count, ROWS):
         a0, b0, a1, b1, a2, b2, a3, b3 = dots(keys, j, width, first, second, whole)
         for d in range(whole, width):
-            a0 += keys[j, d] * first[d]
-            b0 += keys[j, d] * second[d]
-            a1 += keys[j + 1, d] * first[d]
-            b1 += keys[j + 1, d] * second[d]
-            a2 += keys[j + 2, d] * first[d]
-            b2 += keys[j + 2, d] * second[d]
-            a3 += keys[j + 3, d] * first[d]
-            b3 += keys[j + 3, d] * second[d]
+            a0 = fma(keys[j, d], first[d], a0)
+            b0 = fma(keys[j, d], second[d], b0)
+            a1 = fma(keys[j + 1, d], first[d], a1)
+            b1 = fma(keys[j + 1, d], second[d], b1)
+            a2 = fma(keys[j + 2, d], first[d], a2)
+            b2 = fma(keys[j + 2, d], second[d], b2)
+            a3 = fma(keys[j + 3, d], first[d], a3)
+            b3 = fma(keys[j + 3, d], second[d], b3)
         scores[0, j] = a0 * scale
         scores[0, j + 1] = a1 * scale
         scores[0, j + 2] = a2 * scale
@@ -69,13 +69,13 @@ def _blend(keys, count, scores, top, total, row):
     for j in range(0, grouped, ROWS):
         add_rows(row, keys, j, width, (scores[j], scores[j + 1], scores[j + 2], scores[j + 3]), whole)
         for d in range(whole, latent):
-            row[d] += scores[j] * keys[j, d]
-            row[d] += scores[j + 1] * keys[j + 1, d]
-            row[d] += scores[j + 2] * keys[j + 2, d]
-            row[d] += scores[j + 3] * keys[j + 3, d]
+            row[d] = fma(scores[j], keys[j, d], row[d])
+            row[d] = fma(scores[j + 1], keys[j + 1, d], row[d])
+            row[d] = fma(scores[j + 2], keys[j + 2, d], row[d])
+            row[d] = fma(scores[j + 3], keys[j + 3, d], row[d])
     for j in range(grouped, count):
         for d in range(latent):
-            row[d] += scores[j] * keys[j, d]
+            row[d] = fma(scores[j], keys[j, d], row[d])
     return new_top, weight
 
 

@@ -19,8 +19,8 @@ from numba import njit, types
 from numba.core.errors import TypingError
 
 from sglang_k3.kernels.mx.reference import BLOCK, E8M0
-from sglang_k3.kernels.row_math import LANES, add_lanes
-from sglang_k3.kernels.row_vectors import intrinsic, over, spread
+from sglang_k3.kernels.row_math import LANES, add_lanes, fused, intrinsic
+from sglang_k3.kernels.row_vectors import over, spread
 
 HALF = BLOCK // 2
 QUARTER = BLOCK // 4
@@ -105,10 +105,12 @@ def _dots(rows: int) -> Any:
                     for part, value in enumerate(values):
                         at = builder.add(place, ir.Constant(place.type, part * LANES))
                         vector = builder.bitcast(builder.gep(pointer, [at]), _FLOATS.as_pointer())
-                        product = builder.fmul(value, builder.load(vector, align=4))
-                        inside = product if inside is None else builder.fadd(inside, product)
+                        x = builder.load(vector, align=4)
+                        inside = (
+                            builder.fmul(value, x) if inside is None else fused(builder, value, x, inside)
+                        )
                     inside = builder.fmul(inside, _RESTORE)
-                    following.append(builder.fadd(total, builder.fmul(inside, factor)))
+                    following.append(fused(builder, inside, factor, total))
                 return following
 
             zero = ir.Constant(_FLOATS, [0.0] * LANES)
