@@ -5,6 +5,8 @@
 Starts a server for every stage: from SGLang's class with plain torch to everything, then everything but one
 piece. All stages run once, then all again (three times by default), so that a drift of the machine spreads
 over them. `sglang.bench_serving` is the client; a warm-up run in front of each stage is not counted.
+
+An interrupted run goes on behind its last stage, as long as the commit and the question stay the same.
 """
 
 from __future__ import annotations
@@ -96,22 +98,45 @@ def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tu
             return server.resident_bytes(), figures
 
 
-def measure(model: Model, loads: tuple[Load, ...], repeats: int, alone: bool, console: Console) -> Report:
+def measure(
+    model: Model, loads: tuple[Load, ...], repeats: int, alone: bool, console: Console, state: Path
+) -> Report:
+    """state: where the runs so far are kept."""
     stages = features.cumulative()
     others = features.leave_one_out() if alone else []
-    runs = []
+    labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
+    report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, [])
+    report.runs.extend(_runs_so_far(report, loads, state))
+    done = {(run.stage, run.repeat) for run in report.runs}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=repeats * len(stages + others))
         for repeat in range(repeats):
             for label, on in stages + others:
                 progress.update(task, description=f"{repeat + 1} of {repeats}: {label}")
-                memory, figures = measure_stage(model, on, loads)
-                runs.append(Run(label, repeat, memory, figures))
-                console.print(f"{label}: " + ", ".join(f"{f.seconds:.2f} s" for f in figures))
+                if (label, repeat) not in done:
+                    memory, figures = measure_stage(model, on, loads)
+                    report.runs.append(Run(label, repeat, memory, figures))
+                    save(report, state)
+                    console.print(f"{label}: " + ", ".join(f"{f.seconds:.2f} s" for f in figures))
                 progress.advance(task)
-    labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
-    return Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, runs)
+    return report
+
+
+def _runs_so_far(report: Report, loads: tuple[Load, ...], state: Path) -> list[Run]:
+    """The runs of an interrupted measurement of the very same thing, else none."""
+    if not state.exists():
+        return []
+    kept = msgspec.json.decode(state.read_bytes(), type=Report)
+    asked = [(workload.name, concurrency) for workload, concurrency, _ in loads]
+    same = (
+        kept.machine.commit == report.machine.commit
+        and kept.stages == report.stages
+        and kept.alone == report.alone
+        and kept.repeats == report.repeats
+        and all([(f.workload, f.concurrency) for f in run.figures] == asked for run in kept.runs)
+    )
+    return kept.runs if same else []
 
 
 def markdown(report: Report) -> str:
@@ -203,8 +228,11 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="16,000-token prompts too (an hour more)")
     parser.add_argument("--no-leave-one-out", action="store_true", help="only the cumulative stages")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--work", type=Path, default=Path(".cache"), help="folder of an interrupted run")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    state = arguments.work / f"ablation-{arguments.model}.json"
     with tempfile.TemporaryDirectory() as work:
         report = measure(
             MODELS[arguments.model](Path(work)),
@@ -212,12 +240,14 @@ def main() -> None:
             arguments.repeats,
             not arguments.no_leave_one_out,
             Console(file=sys.stderr),
+            state,
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"ablation-{arguments.model}"
     save(report, stem.with_suffix(".json"))
     stem.with_suffix(".md").write_text(markdown(report))
     plot(report, stem.with_suffix(".png"))
+    state.unlink()
     print(markdown(report))
 
 

@@ -74,7 +74,7 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "'{\"language_model_only\": true}' (images are then refused per request)."
         )
     for flag, allowed, why in (
-        ("speculative_algorithm", (None,), "speculative decoding is not in this release"),
+        ("speculative_algorithm", (None, "DSPARK"), "this release speculates with DSPARK drafts only"),
         ("pp_size", (1,), "pipeline parallelism is not in this release: use --tp-size"),
         ("enable_dp_attention", (False,), "attention data parallelism is not in this release"),
         ("disaggregation_mode", ("null",), "prefill/decode disaggregation is not in this release"),
@@ -93,6 +93,9 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             raise ValueError(
                 f"--{flag.replace('_', '-')} {value} cannot work with Kimi models on the CPU platform: {why}."
             )
+    if view.speculative_algorithm is not None:
+        _check_speculation(view)
+        _check_draft(view, config)
     if view.enable_deterministic_inference and view.mamba_ssm_dtype == "bfloat16":
         raise ValueError(
             "--mamba-ssm-dtype bfloat16 is not exact: leave it out with --enable-deterministic-inference."
@@ -102,3 +105,83 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "Kimi models run in float32 or bfloat16 on a CPU, not in float16 (which --dtype auto takes for a "
             "float32 checkpoint): add --dtype float32."
         )
+
+
+def _check_speculation(view: Any) -> None:
+    """Raises ValueError for what the speculative worker of this release does not do."""
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
+
+    mode = read_ragged_verify_mode()
+    if mode is not RaggedVerifyMode.STATIC:
+        raise ValueError(
+            f"SGLANG_RAGGED_VERIFY_MODE={mode.value}: this release verifies every drafted row; unset it, or "
+            "pass static"
+        )
+    for flag, why in (
+        ("enable_return_hidden_states", "a speculative step keeps no hidden states of accepted tokens"),
+        ("speculative_use_block_verification", "drafts are accepted one by one"),
+        ("speculative_dspark_sps_table_path", "every drafted row is verified, whatever it costs"),
+        ("speculative_dspark_confidence_sts_path", "every drafted row is verified, whatever its confidence"),
+    ):
+        value = getattr(view, flag)
+        if value:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {value} does not work with --speculative-algorithm DSPARK: "
+                f"{why}. Leave it out."
+            )
+
+
+def _check_draft(view: Any, target: Any) -> None:
+    """Raises ConfigError for a draft that this target cannot use; both configs are named."""
+    from transformers import PretrainedConfig
+
+    from sglang_k3.models.config import ConfigError, K3Config
+    from sglang_k3.models.dspark_config import ARCHITECTURE, DraftConfig
+
+    path = view.speculative_draft_model_path
+    values, _ = PretrainedConfig.get_config_dict(path, revision=view.speculative_draft_model_revision)
+    architecture = (values.get("architectures") or [None])[0]
+    try:
+        if architecture != ARCHITECTURE:
+            raise ConfigError(
+                f"its architecture is {architecture}; this release drafts with {ARCHITECTURE} only"
+            )
+        text = K3Config.from_hf(target.hf_config)
+        DraftConfig.from_file(values).check_target(
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_layers=text.num_layers,
+            max_positions=target.context_len,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"--speculative-draft-model-path {path} for --model-path {view.model_path}: {error}"
+        ) from error
+
+
+def allow_dspark(original: Callable[[Any], None], server_args: Any) -> None:
+    """AROUND hook on SGLang's argument step for DSPARK, whose check of the device names three devices."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    if _architecture(server_args) not in ARCHITECTURES:
+        raise ValueError(
+            f"DSPARK on the CPU platform verifies Kimi models only, not {_architecture(server_args)}: leave "
+            "--speculative-algorithm out"
+        )
+    view = resolving_view
+
+    class OnCuda:
+        """The view with a device that the step lets through; everything else it asks is answered as it is."""
+
+        def __init__(self, args: Any) -> None:
+            self._view = view(args)
+
+        def __getattr__(self, name: str) -> Any:
+            return "cuda" if name == "device" else getattr(self._view, name)
+
+    speculative_hook.resolving_view = OnCuda  # type: ignore[assignment]
+    try:
+        original(server_args)
+    finally:
+        speculative_hook.resolving_view = view

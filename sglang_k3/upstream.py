@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "KimiK3LinearForCausalLM": "sglang_k3.models.kimi_k3",
     "KimiLinearForCausalLM": "sglang_k3.models.kimi_k3",
 }
+DRAFT_ARCHITECTURES = {"DSparkDraftModel": "sglang_k3.models.dspark_draft"}
 TEXT_ONLY_K3 = "KimiK3LinearForCausalLM"
 
 
@@ -76,9 +77,10 @@ def _attribute(path: str) -> Any:
 def _model_class(original, model_config):
     verify()
     architecture = (model_config.hf_config.architectures or [""])[0]
-    if architecture not in ARCHITECTURES:
+    modules = ARCHITECTURES | DRAFT_ARCHITECTURES
+    if architecture not in modules:
         return original(model_config)
-    module = importlib.import_module(ARCHITECTURES[architecture])
+    module = importlib.import_module(modules[architecture])
     return getattr(module, architecture), architecture
 
 
@@ -109,6 +111,46 @@ def _check_request(original, manager, obj, input_ids):
     from sglang_k3.request_rules import check_request
 
     return check_request(original, manager, obj, input_ids)
+
+
+def _state_pool(original, pool, *args, **kwargs):
+    from sglang_k3.speculative.replay_records import build_pool
+
+    return build_pool(original, pool, *args, **kwargs)
+
+
+def _plan_memory(original, planner, total_rest_memory):
+    from sglang_k3.speculative.replay_records import plan_memory
+
+    return plan_memory(original, planner, total_rest_memory)
+
+
+def _allow_dspark(original, server_args):
+    from sglang_k3.arguments import allow_dspark
+
+    return allow_dspark(original, server_args)
+
+
+def _assign_token_slots(
+    original, req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size
+):
+    from sglang_k3.platforms.token_slots import assign
+
+    assign(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc)
+
+
+def _last_token_slot(original, req_to_token, req_pool_indices_tensor, prefix_lens_tensor):
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+
+
+def _sampling_noise(original, seed, positions, col_indices):
+    if seed.device.type != "cpu":
+        return original(seed, positions, col_indices)
+    from sglang_k3.platforms.murmur_hash import murmur_hash32
+
+    return murmur_hash32(seed, positions, col_indices)
 
 
 HOOKS = (
@@ -150,6 +192,43 @@ HOOKS = (
         why="images sent to a text-only server are dropped without a word, and a token id outside the "
         "vocabulary ends the scheduler",
         until="SGLang refuses both",
+    ),
+    Hook(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        _sampling_noise,
+        why="seeded sampling on a CPU asks for SGLang's own kernel build, and its lack ends the scheduler",
+        until="it asks whether that build is there, and has a form without it",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool._init_mamba_pool",
+        _state_pool,
+        why="a verify's scratch is one full KDA state for each drafted token; ours keeps replay records",
+        until="the state pool class of a hybrid model can be registered",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        _plan_memory,
+        why="it reserves those full states, 30 times what the records take",
+        until="the planner asks the pool class what a request costs",
+    ),
+    Hook(
+        "sglang.srt.arg_groups.speculative_hook._handle_dspark",
+        _allow_dspark,
+        why="it refuses DSPARK on every device but CUDA, NPU and XPU, without asking the platform",
+        until="it asks supports_speculative_algorithm",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        _assign_token_slots,
+        why="it launches a Triton kernel wherever SGLang's own CPU kernels are not installed",
+        until="a platform can supply it, as it can supply the speculative cache locations",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.allocation.get_last_loc",
+        _last_token_slot,
+        why="it takes the Triton kernel for every backend but two, by name, although a torch form stands "
+        "beside it",
+        until="it asks the platform whether Triton runs, as its neighbours do",
     ),
 )
 

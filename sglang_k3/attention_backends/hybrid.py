@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
 from sglang_k3.attention_backends.kda import K3KDABackend
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.attention_backends.mla import K3MLABackend
+from sglang_k3.speculative.replay_records import ReplayRecords, records_of
 
 
 class K3HybridBackend(HybridLinearAttnBackend):
@@ -17,13 +20,55 @@ class K3HybridBackend(HybridLinearAttnBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         metadata = BatchMetadata.build(forward_batch, self.req_to_token_pool)
+        if metadata.verify:
+            self.records.opened(metadata.rows, metadata.prefix_lens)
         self.full_attn_backend.forward_metadata = metadata
         self.linear_attn_backend.forward_metadata = metadata
+
+    @property
+    def records(self) -> ReplayRecords:
+        return records_of(self.req_to_token_pool)
+
+    def commit(
+        self,
+        request_rows: torch.Tensor,
+        depths: torch.Tensor,
+        counts: torch.Tensor,
+        track_offsets: torch.Tensor,
+        track_slots: torch.Tensor,
+    ) -> None:
+        """The accepted tokens of the last verify enter the states; all [N] int64.
+
+        request_rows: rows of req_to_token. depths: committed tokens before the verify. counts: accepted
+        tokens. track_offsets, track_slots: a checkpoint inside the accepted run, or -1. Raises StaleRecords.
+        """
+        pool = self.req_to_token_pool
+        slots = pool.translate_mamba_indices(pool.get_mamba_indices(request_rows)).to(torch.int64)
+        self.records.commit(
+            pool.mamba_pool,
+            slots=slots,
+            bank_rows=request_rows,
+            depths=depths,
+            counts=counts,
+            track_offsets=track_offsets,
+            track_slots=track_slots,
+        )
+
+
+class DraftBackend(AttentionBackend):
+    """For a draft model's runner: a DSpark draft attends by its own operator (models/dspark_draft.py)."""
+
+    needs_cpu_seq_lens = False
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        pass
 
 
 def wrap(original, runner, full_attn_backend):
     """AROUND hook on SGLang's `attn_backend_wrapper`: our router for our backend, SGLang's for the rest."""
     if not isinstance(full_attn_backend, K3MLABackend):
         return original(runner, full_attn_backend)
+    if runner.is_draft_worker:
+        return DraftBackend()
     layers = runner.model_config.hf_text_config.full_attention_layer_ids
     return K3HybridBackend(full_attn_backend, K3KDABackend(runner), layers)

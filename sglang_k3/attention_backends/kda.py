@@ -8,13 +8,14 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
+from sglang_k3.speculative.replay_records import records_of
 
 
 class K3KDABackend(MambaAttnBackendBase):
     """States live in SGLang's pool: window [slots, W-1, C], S [slots, H, V, K], one slot a request.
 
     The only tensors written are the slots of the batch and, where the scheduler asks for a checkpoint
-    (its track slots), those. Nothing is copied that the batch does not own.
+    (its track slots), those; of drafted tokens their records. Nothing is copied that the batch does not own.
     """
 
     forward_metadata: BatchMetadata
@@ -29,6 +30,8 @@ class K3KDABackend(MambaAttnBackendBase):
         self.gate = choose("kda.gate", call)
         self.extend = choose("kda.extend", call)
         self.decode = choose("kda.decode", call)
+        self.conv_verify = choose("short_conv.verify", call)
+        self.verify = choose("kda.verify", call)
 
     def init_forward_metadata(self, forward_batch) -> None:
         self.forward_metadata = BatchMetadata.build(forward_batch, self.req_to_token_pool)
@@ -59,7 +62,9 @@ class K3KDABackend(MambaAttnBackendBase):
         return out.unsqueeze(0)
 
     def forward_extend(self, layer, forward_batch, mixed_qkv, a, b, **kwargs):
-        """mixed_qkv [T, 3*H*K], a [T, H*K], b [T, H] -> o [1, T, H, V]."""
+        """mixed_qkv [T, 3*H*K], a [T, H*K], b [T, H] -> o [1, T, H, V]. SGLang sends verify here too."""
+        if self.forward_metadata.verify:
+            return self._forward_verify(layer, mixed_qkv, a, b)
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         window, state = cache.conv[0], cache.temporal
         batch = self.forward_metadata
@@ -67,4 +72,18 @@ class K3KDABackend(MambaAttnBackendBase):
         qkv = self.conv_extend(mixed_qkv, layer.conv_weights, window, *spans)
         q, k, v, g, beta = self._inputs(layer, qkv, a, b)
         out = self.extend(q, k, v, g, beta, state, *spans, layer.head_k_dim**-0.5)
+        return out.unsqueeze(0)
+
+    def _forward_verify(self, layer, mixed_qkv, a, b):
+        """Drafted tokens: outputs and records; the states stay where the committed prefix ends."""
+        pool = self.req_to_token_pool
+        cache = pool.mamba2_layer_cache(layer.layer_id)
+        bank = records_of(pool).layer(pool.mamba_map[layer.layer_id])
+        batch = self.forward_metadata
+        spans = batch.slots, batch.cu_seqlens, batch.rows
+        qkv = self.conv_verify(mixed_qkv, layer.conv_weights, cache.conv[0], *spans, bank.x)
+        q, k, v, g, beta = self._inputs(layer, qkv, a, b)
+        out = self.verify(
+            q, k, v, g, beta, cache.temporal, *spans, bank.u, bank.k, bank.g, layer.head_k_dim**-0.5
+        )
         return out.unsqueeze(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +14,20 @@ if TYPE_CHECKING:
 NO_TRACK = -1
 
 
+def _verify_offsets(spec_info: Any, requests: int) -> torch.Tensor:
+    """cu_seqlens [N+1] of a verify: as many drafted rows for each request, or a ragged layout's."""
+    layout = spec_info.ragged_verify_layout
+    if layout is None:
+        return torch.arange(requests + 1, dtype=torch.int64) * spec_info.draft_token_num
+    return layout.qo_indptr_device.to(torch.int64)
+
+
 @dataclass(frozen=True)
 class BatchMetadata:
     """One batch of N requests and T tokens; all tensors int64 unless said.
 
-    decode: each request has exactly one token. rows [N]: the request's row in req_to_token.
+    decode: each request has exactly one token. verify: the tokens are drafts, which leave records and no
+    state. rows [N]: the request's row in req_to_token.
     cu_seqlens [N+1]: token ranges; tokens past the last one are padding. prefix_lens [N]: tokens already
     in the caches. slots [N]: KDA state slot, -1 for none. fresh [N] bool: the state starts from zero.
     track_offsets, track_slots [N] (extend): copy the state after that many tokens of this call to that
@@ -26,6 +35,7 @@ class BatchMetadata:
     """
 
     decode: bool
+    verify: bool
     rows: torch.Tensor
     cu_seqlens: torch.Tensor
     prefix_lens: torch.Tensor
@@ -40,9 +50,9 @@ class BatchMetadata:
     def build(batch: ForwardBatch, pool: HybridReqToTokenPool) -> BatchMetadata:
         """Raises ValueError for a forward mode the KDA backend cannot run."""
         mode = batch.logical_forward_mode
-        if mode.is_target_verify() or mode.is_draft_extend_v2():
-            raise ValueError(f"forward mode {mode} needs the speculative worker, which is not installed")
-        decode = mode.is_decode_or_idle()
+        if mode.is_draft_extend_v2():
+            raise ValueError(f"forward mode {mode} belongs to EAGLE drafts, which have no KDA states")
+        decode, verify = mode.is_decode_or_idle(), mode.is_target_verify()
         rows = batch.req_pool_indices.to(torch.int64)
         count = rows.shape[0]
         slots = pool.translate_mamba_indices(pool.get_mamba_indices(rows)).to(torch.int64)
@@ -50,6 +60,10 @@ class BatchMetadata:
             # A decode batch's seq_lens already count the token it is about to compute.
             prefix_lens = batch.seq_lens.to(torch.int64) - 1
             cu_seqlens = torch.arange(count + 1, dtype=torch.int64)
+        elif verify:
+            # A verify batch's seq_lens are the committed tokens alone; the drafts come after them.
+            prefix_lens = batch.seq_lens.to(torch.int64)
+            cu_seqlens = _verify_offsets(batch.spec_info, count)
         else:
             assert batch.extend_prefix_lens is not None and batch.extend_seq_lens is not None
             prefix_lens = batch.extend_prefix_lens.to(torch.int64)
@@ -72,6 +86,7 @@ class BatchMetadata:
                 track_slots = torch.where(wanted, targets, untracked)
         return BatchMetadata(
             decode=decode,
+            verify=verify,
             rows=rows,
             cu_seqlens=cu_seqlens,
             prefix_lens=prefix_lens,

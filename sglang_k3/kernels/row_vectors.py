@@ -19,6 +19,9 @@ from sglang_k3.kernels.row_math import LANES, add_lanes, fused, intrinsic
 ROWS = 4
 """Rows worked on together: their sums and two vectors of operands fit 16 registers."""
 
+_LINE = 16
+"""fp32 numbers of a cache line."""
+
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
@@ -180,6 +183,50 @@ def table_dots(
 
 
 @intrinsic
+def table_matrix_dots(
+    typing_context: Any, matrix: Any, first: Any, width: Any, table: Any, a: Any, count: Any
+) -> Any:
+    """`matrix_dots` with row a of a table [n, width]."""
+    _need_fp32(table=table)
+    _need_matrix(matrix)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        operands = _from_table(context, builder, signature.args[3], arguments[3:5], arguments[2])
+        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        rows = _row_starts(builder, pointer, arguments[1], arguments[2])
+        totals = _sums(builder, signature.args[0], rows, operands, arguments[5])
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    return types.UniTuple(types.float32, ROWS)(matrix, first, width, table, a, count), codegen
+
+
+def _fetch(builder: ir.IRBuilder, pointer: Any, offset: Any) -> None:
+    """Emit a request for the cache line at an element of an array; an address behind its end is ignored."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    flags = [ir.Constant(number, flag) for flag in (0, 3, 1)]  # to read, keep in every cache, data
+    builder.call(prefetch, [builder.bitcast(builder.gep(pointer, [offset]), byte), *flags])
+
+
+def _decay_and_add(
+    builder: ir.IRBuilder, rows: list[Any], operands: list[Any], factors: Any, count: Any, also
+):
+    """Emit row <- fma(row, decay, u_r * k) for ROWS rows; also(index) is emitted once a step of LANES."""
+    factor_lanes = [spread(builder, builder.extract_value(factors, r)) for r in range(ROWS)]
+
+    def step(index: Any, values: list[Any]) -> list[Any]:
+        d, key = (_load(builder, place, index) for place in operands)
+        also(index)
+        for row, factor in zip(rows, factor_lanes, strict=True):
+            following = fused(builder, _load(builder, row, index), d, builder.fmul(factor, key))
+            builder.store(following, _vector_at(builder, row, index), align=4)
+        return values
+
+    over(builder, count, LANES, [], step)
+
+
+@intrinsic
 def table_decay_and_add(
     typing_context: Any,
     state: Any,
@@ -198,23 +245,55 @@ def table_decay_and_add(
     _need_fp32(state=state, table=table)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        matrix, start, wide, factors, end = *arguments[:3], *arguments[6:]
-        decays, keys = _from_table(context, builder, signature.args[3], arguments[3:6], wide)
-        (pointer,) = _pointers(context, builder, signature.args[:1], [matrix])
-        rows = _row_starts(builder, pointer, start, wide)
-        factor_lanes = [spread(builder, builder.extract_value(factors, r)) for r in range(ROWS)]
-
-        def step(index: Any, values: list[Any]) -> list[Any]:
-            d, key = (_load(builder, place, index) for place in (decays, keys))
-            for row, factor in zip(rows, factor_lanes, strict=True):
-                following = fused(builder, _load(builder, row, index), d, builder.fmul(factor, key))
-                builder.store(following, _vector_at(builder, row, index), align=4)
-            return values
-
-        over(builder, end, LANES, [], step)
+        operands = _from_table(context, builder, signature.args[3], arguments[3:6], arguments[2])
+        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        rows = _row_starts(builder, pointer, arguments[1], arguments[2])
+        _decay_and_add(builder, rows, operands, arguments[6], arguments[7], lambda index: None)
         return context.get_dummy_value()
 
     return types.void(state, first, width, table, decay, k, u, count), codegen
+
+
+@intrinsic
+def table_decay_and_add_fetching(
+    typing_context: Any,
+    state: Any,
+    first: Any,
+    width: Any,
+    table: Any,
+    decay: Any,
+    k: Any,
+    u: Any,
+    count: Any,
+    ahead: Any,
+    ahead_row: Any,
+) -> Any:
+    """The same, asking on the way for ROWS rows of the matrix `ahead` [n, width] from `ahead_row` on.
+
+    Two lines a step: asked for all at once they would fill the queue of misses and hold the arithmetic up,
+    which is why a decode step with them in one burst was slower than without.
+    """
+    _need_fp32(state=state, table=table)
+    _need_matrix(ahead)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        wide = arguments[2]
+        operands = _from_table(context, builder, signature.args[3], arguments[3:6], wide)
+        kinds = [signature.args[0], signature.args[8]]
+        pointer, target = _pointers(context, builder, kinds, [arguments[0], arguments[8]])
+        rows = _row_starts(builder, pointer, arguments[1], wide)
+        begin = builder.mul(arguments[9], wide)
+
+        def fetch(index: Any) -> None:
+            # ROWS rows lie side by side: ROWS numbers of them for each one of a row.
+            place: Any = builder.add(begin, builder.mul(index, ir.Constant(index.type, ROWS)))
+            for line in range(0, ROWS * LANES, _LINE):
+                _fetch(builder, target, builder.add(place, ir.Constant(place.type, line)))
+
+        _decay_and_add(builder, rows, operands, arguments[6], arguments[7], fetch)
+        return context.get_dummy_value()
+
+    return types.void(state, first, width, table, decay, k, u, count, ahead, ahead_row), codegen
 
 
 @intrinsic

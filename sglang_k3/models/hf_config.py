@@ -21,6 +21,10 @@ from sglang.srt.runtime_context import get_model
 from sglang_k3.models.config import K3Config
 
 
+class K3CacheParams(KimiLinearCacheParams):
+    """State shapes of one of our models; its own class, so that a pool can tell them from another model's."""
+
+
 class K3TextConfig(KimiLinearConfig):
     """Text config of Kimi K3 and Kimi Linear, from either dialect.
 
@@ -37,11 +41,11 @@ class K3TextConfig(KimiLinearConfig):
         super().__init__(**values)
 
     @property
-    def mamba2_cache_params(self) -> KimiLinearCacheParams:
+    def mamba2_cache_params(self) -> K3CacheParams:
         """State shapes of this rank; the window in the model's dtype. Needs published server args."""
         stock = super().mamba2_cache_params
         dtype = replace(mamba2_state_dtype(self), conv=serving_dtype(self))
-        return replace(stock, dtype=dtype)
+        return K3CacheParams(shape=stock.shape, layers=stock.layers, dtype=dtype)
 
 
 class K3MultimodalConfig(KimiK3Config):

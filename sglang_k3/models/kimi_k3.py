@@ -5,7 +5,8 @@ Read top-down: layer, model, causal LM. Class names are the architecture names t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,6 +23,48 @@ from sglang_k3.models.layers import K3LinearConfig, RMSNorm, Weight
 from sglang_k3.models.runtime import activation_dtype
 from sglang_k3.models.weights import load
 from sglang_k3.moe.latent_moe import DenseMLP, LatentMoE
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a draft model sees of the target: the residual stream after some layers.
+
+    layers: in the order the draft concatenates them. mixture: the stream as the next layer's attention reads
+    it (through the residual mix, before its norm); else the running sum alone. With a plain residual stream
+    both are the same.
+    """
+
+    layers: tuple[int, ...]
+    mixture: bool = True
+
+    @staticmethod
+    def of(layers: Sequence[int], count: int, mixture: bool = True) -> Taps:
+        """Raises ValueError for layers that the target does not have."""
+        wrong = [layer for layer in layers if not 0 <= layer < count]
+        if wrong or not layers or len(set(layers)) != len(layers):
+            raise ValueError(
+                f"the draft taps layers {list(layers)}, but the target has layers 0..{count - 1}, each once: "
+                "pass a draft that was trained for this target"
+            )
+        return Taps(tuple(layers), mixture)
+
+    def take(
+        self,
+        tapped: dict[int, torch.Tensor],
+        layer: int,
+        mixed: torch.Tensor,
+        stream: BankedStream | PlainStream,
+    ) -> None:
+        """After `layer`: mixed [T, D] is what the next reader sees of the stream."""
+        if layer not in self.layers:
+            return
+        if self.mixture:
+            tapped[layer] = mixed
+        else:
+            assert stream.partial is not None, (
+                "the running sum is empty between a block's end and its first add"
+            )
+            tapped[layer] = stream.partial
 
 
 class DecoderLayer(nn.Module):
@@ -61,8 +104,8 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, LatentMoE):
             self.mlp.router.prepare()
 
-    def forward(self, stream: BankedStream | PlainStream, forward_batch) -> None:
-        h = stream.read(self.attention_reader)
+    def forward(self, h: torch.Tensor, stream: BankedStream | PlainStream, forward_batch) -> None:
+        """h [T, D]: the stream as the attention reader sees it."""
         if self.starts_block:
             stream.close_block()
         stream.add(self.self_attn(self.input_layernorm(h), forward_batch))
@@ -92,6 +135,7 @@ class K3TextModel(nn.Module):
             self.output_reader = ResidualReader(config.hidden_size)
             self.residual_kernels = Kernels.chosen(config.rms_norm_eps)
         self.reader_weights: list[torch.Tensor] = []
+        self.taps: Taps | None = None
 
     def prepare(self) -> None:
         """After loading. Groups the residual readers by the number of bank rows they see."""
@@ -115,8 +159,9 @@ class K3TextModel(nn.Module):
                 reader.index = position
             self.reader_weights.append(torch.stack([reader.key_weight for reader in group]))
 
-    def forward(self, hidden: torch.Tensor, forward_batch) -> torch.Tensor:
-        """hidden [T, D] (embedded tokens) -> [T, D] for lm_head."""
+    def forward(self, hidden: torch.Tensor, forward_batch) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """hidden [T, D] (embedded tokens) -> [T, D] for lm_head, and what a draft model taps ([T, D]
+        each)."""
         hidden = hidden.to(self.activation_dtype)
         stream: BankedStream | PlainStream
         if self.output_reader is None:
@@ -124,9 +169,17 @@ class K3TextModel(nn.Module):
         else:
             blocks = len(self.config.block_starts)
             stream = BankedStream(hidden, blocks, self.reader_weights, self.residual_kernels)
-        for layer in self.layers:
-            layer(stream, forward_batch)
-        return self.norm(stream.read(self.output_reader))
+        tapped: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(cast(Iterable[DecoderLayer], self.layers)):
+            h = stream.read(layer.attention_reader)
+            if self.taps is not None:
+                self.taps.take(tapped, index - 1, h, stream)
+            layer(h, stream, forward_batch)
+        h = stream.read(self.output_reader)
+        if self.taps is None:
+            return self.norm(h), None
+        self.taps.take(tapped, len(self.layers) - 1, h, stream)
+        return self.norm(h), [tapped[layer] for layer in self.taps.layers]
 
 
 class KimiK3LinearForCausalLM(nn.Module):
@@ -153,8 +206,12 @@ class KimiK3LinearForCausalLM(nn.Module):
     @torch.no_grad()
     def forward(self, input_ids, positions, forward_batch, input_embeds=None, **kwargs):
         hidden = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        hidden = self.model(hidden, forward_batch)
-        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+        hidden, tapped = self.model(hidden, forward_batch)
+        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch, tapped)
+
+    def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """SGLang calls this with a draft's target_layer_ids; the worker chooses the stream afterwards."""
+        self.model.taps = Taps.of(layer_ids, self.text.num_layers)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Strict: raises CheckpointError naming each tensor that is missing, unknown or misshapen."""

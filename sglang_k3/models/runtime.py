@@ -22,9 +22,13 @@ def kernel_call(dtype: torch.dtype | None = None) -> Call:
 
 
 def activation_dtype() -> torch.dtype:
-    """What a layer computes and hands on: the model's dtype, but fp32 for a bf16 model on a CPU without
+    """`compute_dtype` of the model under construction."""
+    return compute_dtype(torch.get_default_dtype())
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the layers of a model compute and hand on: its dtype, but fp32 for a bf16 model on a CPU without
     bf16 instructions, where every kernel would widen its inputs and round its outputs for nothing."""
-    dtype = torch.get_default_dtype()
     widen = dtype == torch.bfloat16 and current_platform.device_type == "cpu" and not native_bf16()
     return torch.float32 if widen else dtype
 

@@ -78,6 +78,28 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm.upper() == "DSPARK"
+
+    def get_speculative_worker_cls(self, algorithm: str):
+        if algorithm.upper() != "DSPARK":
+            return None
+        from sglang_k3.speculative.dspark_worker import K3DSparkWorker
+
+        return K3DSparkWorker
+
+    def get_speculative_cache_locs_fn(self):
+        from sglang_k3.platforms.token_slots import of_range
+
+        return of_range
+
+    def get_kv_pool_cls(self, *, kind):
+        if kind != "mha":
+            return None
+        from sglang_k3.platforms.kv_pool import CpuMHATokenToKVPool
+
+        return CpuMHATokenToKVPool
+
     def get_quantization_config(self, quantization: str):
         if quantization != "compressed-tensors":
             return None

@@ -1,17 +1,22 @@
 """Serves a checkpoint, completes Python code over every HTTP interface, measures it, stops the server.
 
-    python -m sglang_k3.testing.demo --model-path CHECKPOINT [any flag of sglang.launch_server]
+    python -m sglang_k3.testing.demo --model-path CHECKPOINT [--draft DRAFT] [flags of sglang.launch_server]
 
 Prints texts, TTFT (time to the first token), TPOT (time per token behind it) and what the prefix cache gave.
+With a DSpark draft the server speculates, and a second one without it is asked in turn with it at the end.
 Exit code 0 when every request was answered, else 1 with the end of the server's log.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
+import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,7 @@ FIRST_TURN = f"What does this function do?\n```python\n{FUNCTION}```"
 SECOND_TURN = f"Complete this function:\n```python\n{CODE}```"
 
 BENCH_REQUESTS, BENCH_CONCURRENCY = 8, 4
+COMPARE_ROUNDS = 3
 
 
 class DemoFailed(RuntimeError):
@@ -101,6 +107,12 @@ def _chat(url: str, console: Console) -> None:
         raise DemoFailed("the second turn found nothing of the first in the prefix cache")
 
 
+def _show_all(url: str, model: Path, console: Console) -> None:
+    _complete_code(url, console)
+    _chat(url, console)
+    _bench(url, model, console)
+
+
 def _bench(url: str, model: Path, console: Console) -> None:
     workload = random_ids(256, NEW_TOKENS)
     with console.status("sglang.bench_serving ..."):
@@ -119,23 +131,67 @@ def _bench(url: str, model: Path, console: Console) -> None:
     console.print(table)
 
 
-def run(model: Path, flags: list[str], console: Console) -> int:
+@contextmanager
+def _serving(
+    model: Path, flags: list[str], log: Path, what: str, console: Console
+) -> Iterator[ServerProcess]:
+    """A server, with a status line while it starts."""
+    with ExitStack() as stack:
+        with console.status(f"Starting {what} ...") as status:
+            server = ServerProcess(
+                *("--model-path", str(model), "--enable-cache-report", *flags),
+                log=log,
+                on_wait=lambda seconds: status.update(f"Starting {what} ... {seconds:.0f} s"),
+            )
+            stack.enter_context(server)
+        console.print(f"Ready after {server.start_seconds:.0f} s: {what}.", highlight=False)
+        yield server
+
+
+def _compare(plain: str, speculating: str, log: Path, console: Console) -> None:
+    """The same greedy requests to both servers, in turn."""
+    options = {"temperature": 0.0, "max_new_tokens": 2 * NEW_TOKENS, "ignore_eos": True}
+    times: dict[str, list[float]] = {plain: [], speculating: []}
+    tokens = steps = 0
+    with console.status("With and without the draft ..."):
+        for prompt in (CODE, FUNCTION, "import os\n\n\ndef main():\n") * COMPARE_ROUNDS:
+            for url in (plain, speculating):
+                answer = streams.generate(url, prompt, options)
+                times[url].append(answer.tpot_s)
+                if url == speculating:
+                    tokens += answer.new_tokens - 1
+                    steps += answer.verify_steps
+    if not steps:
+        raise DemoFailed("the server with a draft did not speculate")
+    without, with_draft = (1e3 * statistics.median(times[url]) for url in (plain, speculating))
+    records = re.search(r"replay records: (.*)", log.read_text(errors="replace"))
+    table = Table(title="Speculative decoding, greedy, one request at a time")
+    for heading in ("TPOT without", "TPOT with draft", "times faster", "tokens a verify step"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        f"{without:.1f} ms", f"{with_draft:.1f} ms", f"{without / with_draft:.2f}", f"{tokens / steps:.2f}"
+    )
+    console.print(table)
+    if records:
+        console.print(f"Replay records: {records[1]}", highlight=False, soft_wrap=True)
+
+
+def run(model: Path, draft: Path | None, flags: list[str], console: Console) -> int:
     """The demo with launch_server's further `flags`; returns the exit code."""
-    with tempfile.TemporaryDirectory() as folder, console.status("Starting the server ...") as status:
+    with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        server = ServerProcess(
-            *("--model-path", str(model), "--enable-cache-report", *flags),
-            log=log,
-            on_wait=lambda seconds: status.update(f"Starting the server ... {seconds:.0f} s"),
-        )
         try:
-            with server:
-                status.stop()
-                console.print(f"Server ready after {server.start_seconds:.0f} s.", highlight=False)
-                _complete_code(server.url, console)
-                _chat(server.url, console)
-                _bench(server.url, model, console)
-                console.print("Stopping the server.")
+            if draft is None:
+                with _serving(model, flags, log, "the server", console) as server:
+                    _show_all(server.url, model, console)
+            else:
+                drafts = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)]
+                with _serving(model, [*flags, *drafts], log, "the server with its draft", console) as server:
+                    _show_all(server.url, model, console)
+                    other = Path(folder) / "plain.log"
+                    with _serving(model, flags, other, "another one without", console) as plain:
+                        _compare(plain.url, server.url, log, console)
+            console.print("Servers stopped.")
         except StartFailed as failure:
             console.print(Text(f"Demo failed: {failure}", "bold red"))
             return 1
@@ -151,9 +207,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="a DSpark draft for the model")
     known, flags = parser.parse_known_args()
     try:
-        sys.exit(run(known.model_path, flags, Console()))
+        sys.exit(run(known.model_path, known.draft, flags, Console()))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import requests
@@ -19,7 +19,10 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Streamed:
-    """What came back. ttft_s: to the first piece; tpot_s: between tokens behind it, 0 for a single one."""
+    """What came back. ttft_s: to the first piece; tpot_s: between tokens behind it, 0 for a single one.
+
+    ids (from /generate alone): the new tokens. verify_steps: of a speculating server, else 0.
+    """
 
     text: str
     reasoning: str
@@ -28,6 +31,8 @@ class Streamed:
     new_tokens: int
     ttft_s: float
     tpot_s: float
+    ids: tuple[int, ...] = ()
+    verify_steps: int = 0
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -54,9 +59,10 @@ def _generate(url: str, body: dict[str, Any]) -> Streamed:
         clock.tick()
         last = event
     meta = last["meta_info"]
-    return clock.streamed(
+    answer = clock.streamed(
         last["text"], "", meta["prompt_tokens"], meta["cached_tokens"], meta["completion_tokens"]
     )
+    return replace(answer, ids=tuple(last["output_ids"]), verify_steps=meta.get("spec_verify_ct") or 0)
 
 
 def complete(url: str, prompt: str | list[int], options: dict[str, Any]) -> Streamed:

@@ -7,7 +7,7 @@ alike (K. Jordan, "Muon", 2024; Moonshot trains with it too, arXiv 2502.16982).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,10 +68,11 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """Both optimisers under one learning-rate factor."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, is_matrix: Callable[[str, Tensor], bool] = is_muon):
+        """is_matrix(name, parameter): whether Muon moves it."""
         matrices, decayed, plain = [], [], []
         for name, parameter in model.named_parameters():
-            if is_muon(name, parameter):
+            if is_matrix(name, parameter):
                 matrices.append(parameter)
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 decayed.append(parameter)

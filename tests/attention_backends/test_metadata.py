@@ -56,7 +56,7 @@ def build(*args, **fields) -> BatchMetadata:
 
 def test_an_extend_batch_has_ranges_prefixes_and_fresh_states() -> None:
     built = build("extend", [3, 1, 2], extend_prefix_lens=[0, 64, 5], extend_seq_lens=[7, 1, 0])
-    assert not built.decode
+    assert not built.decode and not built.verify
     assert built.cu_seqlens.tolist() == [0, 7, 8, 8]
     assert built.prefix_lens.tolist() == [0, 64, 5]
     assert built.fresh.tolist() == [True, False, False]
@@ -123,6 +123,25 @@ def test_a_decode_step_on_a_boundary_copies_only_the_masked_slots() -> None:
     assert built.copy_to.tolist() == [44]
 
 
-def test_verify_is_refused_without_a_speculative_worker() -> None:
-    with pytest.raises(ValueError, match="speculative worker"):
-        build("verify", [1], seq_lens=[5])
+def verify_input(width: int, layout: object = None) -> SimpleNamespace:
+    return SimpleNamespace(draft_token_num=width, ragged_verify_layout=layout)
+
+
+def test_a_verify_batch_has_its_drafts_behind_the_committed_tokens() -> None:
+    built = build("verify", [2, 3], seq_lens=[9, 1], spec_info=verify_input(8))
+    assert built.verify and not built.decode
+    assert built.cu_seqlens.tolist() == [0, 8, 16]
+    assert built.prefix_lens.tolist() == [9, 1]
+    assert built.slots.tolist() == [12, 13] and built.rows.tolist() == [2, 3]
+    assert built.track_slots.tolist() == [NO_TRACK] * 2 and not built.copy_to.numel()
+
+
+def test_a_ragged_verify_has_the_layouts_rows() -> None:
+    layout = SimpleNamespace(qo_indptr_device=torch.tensor([0, 3, 4], dtype=torch.int32))
+    built = build("verify", [1, 2], seq_lens=[5, 6], spec_info=verify_input(8, layout))
+    assert built.cu_seqlens.tolist() == [0, 3, 4]
+
+
+def test_a_verify_of_no_requests_has_no_ranges() -> None:
+    built = build("verify", [], seq_lens=torch.empty(0, dtype=torch.int64), spec_info=verify_input(8))
+    assert built.cu_seqlens.tolist() == [0] and built.verify

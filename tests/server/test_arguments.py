@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_k3.testing.random_checkpoint import make
+from sglang_k3.testing.random_draft import draft_config
 
 # Resolves each argument list in one process (importing SGLang takes longer than all of them) and
 # prints, as JSON, what each ended in.
@@ -31,6 +33,7 @@ for arguments in json.load(sys.stdin):
 print("RESULTS" + json.dumps(results))
 """
 
+SPECULATE = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path")
 EXACT = ("--enable-deterministic-inference",)
 # Flags, on which checkpoint, and what the refusal must contain.
 REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
@@ -45,7 +48,19 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("--enable-linear-replayssm",), "k3", ("--enable-linear-replayssm",)),
     (("--kv-cache-dtype", "fp8_e4m3"), "k3", ("--kv-cache-dtype fp8_e4m3",)),
     (("--pp-size", "2"), "k3", ("--pp-size 2", "--tp-size")),
-    (("--speculative-algorithm", "NGRAM"), "k3", ("speculative",)),
+    (("--speculative-algorithm", "NGRAM"), "k3", ("--speculative-algorithm NGRAM", "DSPARK")),
+    (("--speculative-algorithm", "DSPARK"), "k3", ("--speculative-draft-model-path",)),
+    (("--dtype", "float32", *SPECULATE, "{fits}", "--enable-return-hidden-states"), "k3", ("hidden-states",)),
+    (
+        ("--dtype", "float32", *SPECULATE, "{other_hidden}"),
+        "k3",
+        ("{other_hidden}", "hidden_size 64", "this one has 256"),
+    ),
+    (("--dtype", "float32", *SPECULATE, "{other_vocabulary}"), "k3", ("vocab_size 777", "this one has 512")),
+    (("--dtype", "float32", *SPECULATE, "{other_taps}"), "k3", ("taps layers [0, 13]", "0..12")),
+    (("--dtype", "float32", *SPECULATE, "{unknown_field}"), "k3", ("unknown field surprise",)),
+    (("--dtype", "float32", *SPECULATE, "{qwen3}"), "k3", ("DSparkDraftModel",)),
+    ((*SPECULATE, "{fits}"), "qwen3", ("DSPARK on the CPU platform", "Kimi models only")),
     ((), "vision", ("language_model_only",)),
     ((), "k3", ("float16", "--dtype float32")),
 )
@@ -71,6 +86,33 @@ def models(checkpoints: Path) -> dict[str, Path]:
     return made
 
 
+@pytest.fixture(scope="module")
+def drafts(checkpoints: Path) -> dict[str, Path]:
+    """config.json of drafts for the "k3" checkpoint above; what is wrong is the name."""
+
+    def write(name: str, **changes: Any) -> Path:
+        target: dict[str, Any] = {
+            "hidden_size": 256,
+            "vocab_size": 512,
+            "target_layers": 13,
+            "taps": [0, 6, 12],
+        }
+        direct = {key: changes.pop(key) for key in target if key in changes}
+        config = draft_config(mask_token=300, max_positions=1 << 20, **{**target, **direct}, **changes)
+        folder = checkpoints / f"draft_{name}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return {
+        "fits": write("fits"),
+        "other_hidden": write("other_hidden", hidden_size=64),
+        "other_vocabulary": write("other_vocabulary", vocab_size=777),
+        "other_taps": write("other_taps", taps=[0, 13]),
+        "unknown_field": write("unknown_field", surprise=1),
+    }
+
+
 def resolve(cases: list[list[str]], env: dict[str, str] | None = None) -> list[tuple[str, str]]:
     done = subprocess.run(
         [sys.executable, "-c", RESOLVER],
@@ -88,12 +130,25 @@ def arguments(model: Path, flags: tuple[str, ...]) -> list[str]:
     return ["--model-path", str(model), "--device", "cpu", *flags]
 
 
-def test_each_flag_that_cannot_work_is_refused_by_name(models: dict[str, Path]) -> None:
-    results = resolve([arguments(models[model], flags) for flags, model, _ in REFUSED])
-    for (flags, model, parts), (outcome, message) in zip(REFUSED, results, strict=True):
+def test_each_flag_that_cannot_work_is_refused_by_name(
+    models: dict[str, Path], drafts: dict[str, Path]
+) -> None:
+    paths = {name: str(path) for name, path in (models | drafts).items()}
+    cases = [
+        (tuple(flag.format(**paths) for flag in flags), model, [part.format(**paths) for part in parts])
+        for flags, model, parts in REFUSED
+    ]
+    results = resolve([arguments(models[model], flags) for flags, model, _ in cases])
+    for (flags, model, parts), (outcome, message) in zip(cases, results, strict=True):
         assert outcome == "refused", f"{flags} on {model}: {outcome} {message}"
         for part in parts:
             assert part in message, f"{flags} on {model}: {message}"
+
+
+def test_a_ragged_verify_is_refused(models: dict[str, Path], drafts: dict[str, Path]) -> None:
+    flags = ("--dtype", "float32", *SPECULATE, str(drafts["fits"]))
+    [(outcome, message)] = resolve([arguments(models["k3"], flags)], {"SGLANG_RAGGED_VERIFY_MODE": "compact"})
+    assert outcome == "refused" and "SGLANG_RAGGED_VERIFY_MODE=compact" in message
 
 
 def test_each_model_gets_its_backend(models: dict[str, Path]) -> None:

@@ -16,7 +16,13 @@ FLAGS = ("--dtype", "float32", "--enable-deterministic-inference", "--page-size"
 FLAGS += ("--max-total-tokens", "8192", "--max-mamba-cache-size", "60")
 
 
-@pytest.mark.parametrize("split", [(), ("--ep-size", "2")], ids=["tp 2", "tp 2, ep 2"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param((), id="tp 2", marks=pytest.mark.verify),
+        pytest.param(("--ep-size", "2"), id="tp 2, ep 2"),
+    ],
+)
 def test_two_ranks_give_the_reference_models_tokens_and_one_answer_to_the_bit(
     split: tuple[str, ...], packed_k3: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:

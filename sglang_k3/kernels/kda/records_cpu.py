@@ -15,6 +15,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.kda.token_cpu import (
+    AHEAD,
     PREPARED_ROWS,
     advance_row,
     advance_rows,
@@ -43,8 +44,58 @@ def outputs(v: torch.Tensor, cu_seqlens: np.ndarray) -> torch.Tensor:
     return o
 
 
+# The loops below name elements, not rows: a row cut out in numba counts references, two atomic additions
+# each, which cost more than the arithmetic of the row.
+
+
+def _load_rows(state: Any, first: Any, count: Any, rows: Any) -> None:
+    """Inside numba: rows[:count] = state[first : first + count] as fp32, from fp32 or bf16 bits."""
+    raise NotImplementedError("only inside numba code")
+
+
+@overload(_load_rows, jit_options={"cache": True})
+def _load_rows_for(state, first, count, rows):
+    if state.dtype == types.float32:
+
+        def copy(state, first, count, rows):
+            for r in range(count):
+                for c in range(rows.shape[1]):
+                    rows[r, c] = state[first + r, c]
+
+        return copy
+
+    def from_bits(state, first, count, rows):
+        for r in range(count):
+            widen(state[first + r], rows[r])
+
+    return from_bits
+
+
+def _store_rows(rows: Any, count: Any, state: Any, first: Any) -> None:
+    """Inside numba: the inverse of `_load_rows`."""
+    raise NotImplementedError("only inside numba code")
+
+
+@overload(_store_rows, jit_options={"cache": True})
+def _store_rows_for(rows, count, state, first):
+    if state.dtype == types.float32:
+
+        def copy(rows, count, state, first):
+            for r in range(count):
+                for c in range(rows.shape[1]):
+                    state[first + r, c] = rows[r, c]
+
+        return copy
+
+    def to_bits(rows, count, state, first):
+        for r in range(count):
+            narrow(rows[r], state[first + r])
+
+    return to_bits
+
+
 def _settle_rows(rows: Any, state: Any, count: Any) -> None:
-    """Inside numba: the first `count` rows, fp32, become what storing them in the state would leave of them."""
+    """Inside numba: the first `count` rows, fp32, become what the state would keep of them."""
     raise NotImplementedError("only inside numba code")
 
 
@@ -71,8 +122,7 @@ def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, 
         key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared, i * PREPARED_ROWS)
     grouped = values - values % ROWS
     for first in range(0, grouped, ROWS):
-        for r in range(ROWS):
-            widen(state[first + r], rows[r])
+        _load_rows(state, first, ROWS, rows)
         for i in range(end - begin):
             t = begin + i
             outputs, added = advance_rows(
@@ -86,12 +136,14 @@ def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, 
                 v[t, h, first + 2],
                 v[t, h, first + 3],
                 beta[t, h],
+                state,
+                first + ROWS if i == 0 else -1,
             )
             o[t, h, first], o[t, h, first + 1], o[t, h, first + 2], o[t, h, first + 3] = outputs
             u[i, h, first], u[i, h, first + 1], u[i, h, first + 2], u[i, h, first + 3] = added
             _settle_rows(rows, state, ROWS)
     for r in range(grouped, values):
-        widen(state[r], rows[0])
+        _load_rows(state, r, 1, rows)
         for i in range(end - begin):
             t = begin + i
             o[t, h, r], u[i, h, r] = advance_row(
@@ -181,22 +233,15 @@ def verify(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _store_rows(rows, state, first, count) -> None:
-    for r in range(count):
-        narrow(rows[r], state[first + r])
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
 def _replay_head(state, u, count, track_offset, track, h, prepared, rows) -> None:
     """state [V, K] moves on by `count` recorded tokens; after track_offset it is kept in track too."""
     values = state.shape[0]
     for first in range(0, values, ROWS):
         size = min(ROWS, values - first)
-        for r in range(size):
-            widen(state[first + r], rows[r])
+        _load_rows(state, first, size, rows)
         for i in range(count):
             if i == track_offset:
-                _store_rows(rows, track, first, size)
+                _store_rows(rows, size, track, first)
             # Behind the last row of a state the scratch holds an older row, whose result nobody reads.
             replay_rows(
                 rows,
@@ -207,11 +252,13 @@ def _replay_head(state, u, count, track_offset, track, h, prepared, rows) -> Non
                 u[i, h, min(first + 1, values - 1)],
                 u[i, h, min(first + 2, values - 1)],
                 u[i, h, min(first + 3, values - 1)],
+                state,
+                first + AHEAD if i == 0 else -1,
             )
             _settle_rows(rows, state, size)
         if count == track_offset:
-            _store_rows(rows, track, first, size)
-        _store_rows(rows, state, first, size)
+            _store_rows(rows, size, track, first)
+        _store_rows(rows, size, state, first)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -14,10 +14,13 @@ from numba.extending import overload
 
 from sglang_k3.kernels.kda.reference import NORM_EPS
 from sglang_k3.kernels.row_math import LANES, dot, exp, fma, narrow, widen
-from sglang_k3.kernels.row_vectors import ROWS, table_decay_and_add, table_dots
+from sglang_k3.kernels.row_vectors import ROWS, table_decay_and_add, table_decay_and_add_fetching, table_dots
 
 _EPS = np.float32(NORM_EPS)
 _ONE = np.float32(1)
+
+AHEAD = 2 * ROWS
+"""How far ahead rows of a state are asked for: arithmetic and memory wait for each other otherwise."""
 
 # Rows of the scratch of a head, each [K]: what `prepare` writes, and a row of the state.
 KEY, DECAY, DECAYED_QUERY, DECAYED_KEY, _QUERY, _ROW = range(6)
@@ -40,8 +43,10 @@ def advance_row(row, table, base, key_query, value, beta):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def advance_rows(state, first, table, base, key_query, v0, v1, v2, v3, beta):
+def advance_rows(state, first, table, base, key_query, v0, v1, v2, v3, beta, ahead, ahead_row):
     """`advance_row` on ROWS rows of a contiguous fp32 state [V, K] from `first` on, to the same bits.
+
+    ahead, ahead_row: rows of a matrix [n, K] that will be wanted soon; -1: none.
 
     Returns their outputs and their u: (o0, o1, o2, o3), (u0, u1, u2, u3).
     """
@@ -62,18 +67,22 @@ def advance_rows(state, first, table, base, key_query, v0, v1, v2, v3, beta):
     u1 = beta * (v1 - k1)
     u2 = beta * (v2 - k2)
     u3 = beta * (v3 - k3)
-    replay_rows(state, first, table, base, u0, u1, u2, u3)
+    replay_rows(state, first, table, base, u0, u1, u2, u3, ahead, ahead_row)
     outputs = (q0 + u0 * key_query, q1 + u1 * key_query, q2 + u2 * key_query, q3 + u3 * key_query)
     return outputs, (u0, u1, u2, u3)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def replay_rows(state, first, table, base, u0, u1, u2, u3) -> None:
+def replay_rows(state, first, table, base, u0, u1, u2, u3, ahead, ahead_row) -> None:
     """The same rows when u is known: S <- S d + u k, the arithmetic of `advance_row`'s last line."""
     width = state.shape[1]
     whole = width - width % LANES
     at_decay, at_k = base + DECAY, base + KEY
-    table_decay_and_add(state, first, width, table, at_decay, at_k, (u0, u1, u2, u3), whole)
+    u = (u0, u1, u2, u3)
+    if ahead_row < 0:
+        table_decay_and_add(state, first, width, table, at_decay, at_k, u, whole)
+    else:
+        table_decay_and_add_fetching(state, first, width, table, at_decay, at_k, u, whole, ahead, ahead_row)
     for i in range(whole, width):
         decay, k = table[at_decay, i], table[at_k, i]
         state[first, i] = fma(state[first, i], decay, u0 * k)
@@ -89,7 +98,18 @@ def _advance_floats(state, table, key_query, v, beta, o) -> None:
     grouped = values - values % ROWS
     for first in range(0, grouped, ROWS):
         (o[first], o[first + 1], o[first + 2], o[first + 3]), _ = advance_rows(
-            state, first, table, 0, key_query, v[first], v[first + 1], v[first + 2], v[first + 3], beta
+            state,
+            first,
+            table,
+            0,
+            key_query,
+            v[first],
+            v[first + 1],
+            v[first + 2],
+            v[first + 3],
+            beta,
+            state,
+            first + AHEAD,
         )
     for r in range(grouped, values):
         o[r], _ = advance_row(state[r], table, 0, key_query, v[r], beta)

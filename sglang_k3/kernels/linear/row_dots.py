@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from sglang_k3.kernels.row_math import LANES, array_of, dot, float_rows, fma, widen
-from sglang_k3.kernels.row_vectors import ROWS, dots, matrix_dots
+from sglang_k3.kernels.row_vectors import ROWS, table_dots, table_matrix_dots
 from sglang_k3.kernels.split import over_items
 
 _TILE = 32
@@ -73,8 +73,9 @@ def _wide_element_for(value):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _two_rows(x, t, weight, o, whole, out) -> None:
     """Rows t and t + 1 of x, outputs o .. o + 3."""
-    a0, b0, a1, b1, a2, b2, a3, b3 = dots(weight, o, weight.shape[1], x[t], x[t + 1], whole)
-    for i in range(whole, weight.shape[1]):
+    width = weight.shape[1]
+    a0, b0, a1, b1, a2, b2, a3, b3 = table_dots(weight, o, width, x, t, t + 1, whole)
+    for i in range(whole, width):
         w0 = _wide_element(weight[o, i])
         w1 = _wide_element(weight[o + 1, i])
         w2 = _wide_element(weight[o + 2, i])
@@ -99,8 +100,9 @@ def _two_rows(x, t, weight, o, whole, out) -> None:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _one_row(x, t, weight, o, whole, out) -> None:
-    s0, s1, s2, s3 = matrix_dots(weight, o, weight.shape[1], x[t], whole)
-    for i in range(whole, weight.shape[1]):
+    width = weight.shape[1]
+    s0, s1, s2, s3 = table_matrix_dots(weight, o, width, x, t, whole)
+    for i in range(whole, width):
         s0 = fma(_wide_element(weight[o, i]), x[t, i], s0)
         s1 = fma(_wide_element(weight[o + 1, i]), x[t, i], s1)
         s2 = fma(_wide_element(weight[o + 2, i]), x[t, i], s2)

@@ -1,0 +1,1 @@
+"""DSpark speculative decoding whose verify stores replay records, never states."""

@@ -1,0 +1,164 @@
+"""Speculation changes no text: a speculating server against a plain one, in exact mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
+from tests.server.conftest import TINY, Model
+from tests.server.harness import Server
+
+FLAGS = ("--dtype", "float32", "--enable-deterministic-inference", "--max-running-requests", "8")
+FLAGS += ("--max-mamba-cache-size", "72", "--max-total-tokens", "32768", "--chunked-prefill-size", "256")
+STRATEGIES = {
+    "extra_buffer": ("--page-size", "16"),
+    "no_buffer": (
+        "--page-size",
+        "1",
+        "--mamba-radix-cache-strategy",
+        "no_buffer",
+        "--disable-overlap-schedule",
+    ),
+    "lazy": ("--page-size", "16", "--mamba-radix-cache-strategy", "extra_buffer_lazy"),
+    "page 64": (
+        "--page-size",
+        "64",
+    ),
+}
+IN_TEST = ("extra_buffer",)
+TOKENS = 56
+SAMPLED = {
+    "seeded": {"temperature": 0.9, "sampling_seed": 7},
+    "top-k and top-p": {"temperature": 1.1, "top_k": 40, "top_p": 0.9, "sampling_seed": 8},
+    "penalised": {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.3},
+    "repetition": {"temperature": 0.7, "repetition_penalty": 1.3, "sampling_seed": 9},
+    "biased": {"temperature": 0.0, "logit_bias": {"50": 4.0, "60": -9.0}},
+    "at least": {"temperature": 0.9, "min_new_tokens": 40, "sampling_seed": 10, "ignore_eos": False},
+    "regex": {"temperature": 0.0, "regex": "(ab|cd){4,30}z", "ignore_eos": False},
+    "stop string": {"temperature": 0.0, "stop": ["\n\n", "self"], "ignore_eos": False},
+}
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoints: Path) -> Path:
+    config = draft_config(
+        hidden_size=192,
+        vocab_size=2048,
+        target_layers=5,
+        taps=[0, 2, 4],
+        mask_token=2045,
+        max_positions=16384,
+    )
+    return write_draft(checkpoints / "random_draft", config, draft_tensors(config))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without overlap: with it SGLang counts each generated token one step late in penalties."""
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    with Server(TINY, log, *FLAGS, "--page-size", "16", "--disable-overlap-schedule") as server:
+        yield server
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in IN_TEST else pytest.param(name, marks=pytest.mark.verify) for name in STRATEGIES],
+)
+def speculating(
+    request: pytest.FixtureRequest, draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("speculating") / "server.log"
+    flags = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
+    with Server(TINY, log, *FLAGS, *STRATEGIES[request.param], *flags) as server:
+        yield server
+
+
+@pytest.fixture(
+    scope="module", params=["some prompts", pytest.param("all prompts", marks=pytest.mark.verify)]
+)
+def asked(request: pytest.FixtureRequest, trained_k3: Model) -> list[list[int]]:
+    """Prompts of 1 to 1,500 tokens; every other one in `make test`."""
+    return trained_k3.prompts[:: 2 if request.param == "some prompts" else 1]
+
+
+def answer(server: Server, ids: list[int], tokens: int = TOKENS, **sampling: Any) -> dict[str, Any]:
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text + server.tail()
+    return response.json()
+
+
+def told(reply: dict[str, Any]) -> tuple:
+    """What must be equal: ids, logprobs, the runners-up, the reason of the end."""
+    meta = reply["meta_info"]
+    return (
+        reply["output_ids"],
+        [entry[0] for entry in meta["output_token_logprobs"]],
+        [[(value, token) for value, token, _ in place] for place in meta["output_top_logprobs"]],
+        meta["finish_reason"],
+    )
+
+
+def test_greedy_tokens_and_logprobs_are_the_plain_servers_bit_for_bit(
+    plain: Server, speculating: Server, asked: list[list[int]]
+) -> None:
+    """Alone, then eight at once and from the prefix cache."""
+    speculating.flush()
+    want = [told(answer(plain, ids)) for ids in asked]
+    replies = [answer(speculating, ids) for ids in asked]
+    assert [told(reply) for reply in replies] == want
+    assert all(reply["meta_info"]["spec_verify_ct"] > 0 for reply in replies)
+    with ThreadPoolExecutor(8) as pool:
+        again = list(pool.map(lambda ids: answer(speculating, ids), asked))
+    assert [told(reply) for reply in again] == want
+    assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in again) >= len(asked) // 3
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_seeded_penalised_biased_or_bound_text_is_the_plain_servers(
+    plain: Server, speculating: Server, asked: list[list[int]], kind: str
+) -> None:
+    prompts = [ids for ids in asked if 10 < len(ids) < 260][:4]
+    want = [told(answer(plain, ids, **SAMPLED[kind])) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda ids: told(answer(speculating, ids, **SAMPLED[kind])), prompts))
+    assert got == want
+    assert len({tuple(ids) for ids, *_ in want}) == (1 if kind == "regex" else len(prompts))
+
+
+def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
+    plain: Server, speculating: Server, trained_k3: Model
+) -> None:
+    ids = next(ids for ids in trained_k3.prompts if len(ids) > 60)
+    # SGLang's sampler draws by sorted rank for a whole batch as soon as one request of it asks for top-k.
+    kinds = [{}, *(options for options in SAMPLED.values() if "top_k" not in options)]
+    want = [told(answer(plain, ids, **kind)) for kind in kinds]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        got = list(pool.map(lambda kind: told(answer(speculating, ids, **kind)), kinds))
+    assert got == want
+
+
+def test_the_answer_says_how_much_was_accepted(speculating: Server, trained_k3: Model) -> None:
+    meta = answer(speculating, trained_k3.prompts[5])["meta_info"]
+    assert meta["completion_tokens"] == TOKENS
+    assert 1 <= meta["spec_accept_length"] <= 8
+    # The first token comes from the prefill.
+    assert meta["spec_verify_ct"] * meta["spec_accept_length"] == pytest.approx(TOKENS - 1, abs=1)
+
+
+def test_a_full_pool_waits_and_every_request_is_served(speculating: Server, trained_k3: Model) -> None:
+    prompts = [ids[:40] for ids in trained_k3.prompts if len(ids) >= 40] * 2
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(lambda ids: answer(speculating, ids, 20), prompts))
+    half = len(prompts) // 2
+    assert [told(reply) for reply in replies[:half]] == [told(reply) for reply in replies[half:]]

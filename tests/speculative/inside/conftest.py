@@ -1,0 +1,73 @@
+"""One scheduler for all cases of a process: SGLang keeps one configuration a process."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from sglang_k3.testing.loop import Loop
+from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
+
+TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
+
+STRATEGIES = {
+    "extra_buffer": ("--page-size", "16", "--mamba-track-interval", "64"),
+    "no_buffer": (
+        "--page-size",
+        "1",
+        "--mamba-radix-cache-strategy",
+        "no_buffer",
+        "--disable-overlap-schedule",
+    ),
+    "lazy": (
+        *("--page-size", "16", "--mamba-track-interval", "64"),
+        *("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
+    """The trained tiny target in exact mode with a random draft: whatever is accepted, texts are the
+    target's."""
+    config = draft_config(
+        hidden_size=192,
+        vocab_size=2048,
+        target_layers=5,
+        taps=[0, 2, 4],
+        mask_token=2045,
+        max_positions=16384,
+    )
+    draft = write_draft(tmp_path_factory.mktemp("draft"), config, draft_tensors(config))
+    return Loop(
+        *("--model-path", str(TINY), "--dtype", "float32", "--enable-deterministic-inference"),
+        *("--max-running-requests", "6", "--max-mamba-cache-size", "40", "--max-total-tokens", "4096"),
+        *("--chunked-prefill-size", "128"),
+        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)),
+        *STRATEGIES[os.environ["K3_STRATEGY"]],
+    )
+
+
+@pytest.fixture(autouse=True)
+def clean(loop: Loop):
+    """Each case starts from an empty cache and leaves no request behind."""
+    loop.flush()
+    yield
+    loop.worker.__dict__.pop("_accept", None)
+    for request in list(loop.scheduler.running_batch.reqs) + list(loop.scheduler.waiting_queue):
+        loop.abort(request.rid)
+    loop.step(5)
+
+
+@pytest.fixture
+def prompt():
+    """A prompt of so many tokens; another seed, another prompt."""
+
+    def make(length: int, seed: int = 0) -> list[int]:
+        draw = random.Random(seed)
+        return [draw.randrange(1500) for _ in range(length)]
+
+    return make
