@@ -77,7 +77,7 @@ def model(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each server of the exact mode meets one of the two checkpoints in `make test`, both in `make verify`."""
+    """A server of the exact mode meets one of the two checkpoints in `make test`, both in `make verify`."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         if parameters is None or "recorded" not in parameters.params:
