@@ -126,7 +126,7 @@ def logits(runner: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
 
     model = runner.torch_runner.model
     hidden: list[torch.Tensor] = []
-    hook = model.model.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    hook = model.model.register_forward_hook(lambda module, inputs, output: hidden.append(output[0]))
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(
         len(prompts), 0, [array("q", prompt) for prompt in prompts]
     )
