@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 help:
 	@echo "make serve    serve examples/tiny-k3, a small trained Kimi K3, on this CPU (PORT, ARGS)"
-	@echo "make demo     start that server, complete code, chat, measure it, stop it"
+	@echo "make demo     start that server with its draft, complete code, chat, measure it, stop it"
 	@echo "make doctor   say whether the installation is sound"
 	@echo "make test     format, lint and type checks, then every test"
 	@echo "make verify   make test, then the full matrices (hours)"
@@ -41,7 +41,7 @@ serve: $(STAMP)
 	$(BIN)/python -m sglang.launch_server $(FLAGS) --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 demo: $(STAMP)
-	$(BIN)/python -m sglang_k3.testing.demo $(FLAGS) $(ARGS)
+	$(BIN)/python -m sglang_k3.testing.demo --draft examples/tiny-k3-dspark $(FLAGS) $(ARGS)
 
 doctor: $(STAMP)
 	$(BIN)/sglang-k3 doctor

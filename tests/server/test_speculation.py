@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
 from tests.server.conftest import TINY, Model
 from tests.server.harness import Server
 
@@ -44,17 +42,7 @@ SAMPLED = {
 }
 
 
-@pytest.fixture(scope="module")
-def draft(checkpoints: Path) -> Path:
-    config = draft_config(
-        hidden_size=192,
-        vocab_size=2048,
-        target_layers=5,
-        taps=[0, 2, 4],
-        mask_token=2045,
-        max_positions=16384,
-    )
-    return write_draft(checkpoints / "random_draft", config, draft_tensors(config))
+DRAFT = TINY.parent / "tiny-k3-dspark"
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +57,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     scope="module",
     params=[name if name in IN_TEST else pytest.param(name, marks=pytest.mark.verify) for name in STRATEGIES],
 )
-def speculating(
-    request: pytest.FixtureRequest, draft: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculating") / "server.log"
-    flags = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
+    flags = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
     with Server(TINY, log, *FLAGS, *STRATEGIES[request.param], *flags) as server:
         yield server
 
@@ -148,12 +134,14 @@ def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
     assert got == want
 
 
-def test_the_answer_says_how_much_was_accepted(speculating: Server, trained_k3: Model) -> None:
-    meta = answer(speculating, trained_k3.prompts[5])["meta_info"]
-    assert meta["completion_tokens"] == TOKENS
-    assert 1 <= meta["spec_accept_length"] <= 8
-    # The first token comes from the prefill.
-    assert meta["spec_verify_ct"] * meta["spec_accept_length"] == pytest.approx(TOKENS - 1, abs=1)
+def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: list[list[int]]) -> None:
+    metas = [answer(speculating, ids)["meta_info"] for ids in asked if len(ids) > 20]
+    for meta in metas:
+        assert meta["completion_tokens"] == TOKENS
+        # The first token comes from the prefill.
+        assert meta["spec_verify_ct"] * meta["spec_accept_length"] == pytest.approx(TOKENS, abs=2)
+    steps = sum(meta["spec_verify_ct"] for meta in metas)
+    assert (TOKENS - 1) * len(metas) / steps > 2, "the draft foresees little of its target"
 
 
 def test_a_full_pool_waits_and_every_request_is_served(speculating: Server, trained_k3: Model) -> None:
