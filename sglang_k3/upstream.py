@@ -153,6 +153,10 @@ def _sampling_noise(original, seed, positions, col_indices):
     return murmur_hash32(seed, positions, col_indices)
 
 
+def _order_penalties(original, orchestrator, vocab_size, batch, penalizers):
+    original(orchestrator, vocab_size, batch, sorted(penalizers, key=lambda penalizer: penalizer.__name__))
+
+
 HOOKS = (
     Hook(
         "sglang.srt.model_loader.utils.get_model_architecture",
@@ -198,6 +202,13 @@ HOOKS = (
         _sampling_noise,
         why="seeded sampling on a CPU asks for SGLang's own kernel build, and its lack ends the scheduler",
         until="it asks whether that build is there, and has a form without it",
+    ),
+    Hook(
+        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+        _order_penalties,
+        why="it walks a set of classes, whose order differs by process: two penalties of one request "
+        "are added in either order, and its logprobs differ in the last bit from one server to the next",
+        until="SGLang hands over a sequence",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool._init_mamba_pool",

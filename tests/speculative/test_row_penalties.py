@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_k3 import upstream
 from sglang_k3.speculative import row_penalties
 from sglang_k3.speculative.row_penalties import RowPenalties
 
@@ -93,3 +96,25 @@ def test_a_forgotten_request_is_not_penalised_any_more():
     logits = torch.zeros(1, 1, VOCABULARY)
     penalties.apply([bound], logits, torch.tensor([[6]]))
     assert not logits.any()
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(row_penalties._PENALIZERS)), ids=range(24))
+def test_penalties_are_added_in_one_order_whatever_the_process_hands_over(kinds):
+    """A set of classes has another order in every process; sums of floats have another last bit."""
+    batch: Any = row_penalties._Batch(
+        reqs=[request("one", frequency_penalty=0.6, presence_penalty=0.3)], device="cpu"
+    )
+    orchestrator: Any = object.__new__(penaltylib.BatchedPenalizerOrchestrator)
+    original = inspect.unwrap(penaltylib.BatchedPenalizerOrchestrator.__init__)
+    upstream._order_penalties(original, orchestrator, 200, batch, kinds)
+    orchestrator.cumulate_output_tokens(torch.tensor([0]))
+    before = torch.randn(1, 200, generator=torch.Generator().manual_seed(2))
+    sums = []
+    for value in before[0]:
+        logits = torch.zeros(1, 200)
+        logits[0, 0] = value
+        orchestrator.apply(logits)
+        sums.append(logits[0, 0])
+    want = before[0] - 0.6 - 0.3
+    assert not torch.equal(want, before[0] - 0.3 - 0.6)
+    assert torch.equal(torch.stack(sums), want)
