@@ -72,6 +72,38 @@ class DraftConfig:
         """The target layers behind which the stream is tapped."""
         return tuple(layer + self.tap_offset for layer in self.taps)
 
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint, by name, with its whole shape."""
+        hidden, inner, wide = self.hidden_size, self.intermediate_size, self.head_dim
+        queries, keys = self.num_heads * wide, self.num_kv_heads * wide
+        layer = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (wide,),
+            "self_attn.k_norm": (wide,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, hidden * len(self.taps)),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        for index in range(self.num_layers):
+            shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+        shapes["markov_head.markov_w1.weight"] = (self.vocab_size, self.markov_rank)
+        shapes["markov_head.markov_w2.weight"] = (self.vocab_size, self.markov_rank)
+        if self.confidence:
+            features = hidden + (self.markov_rank if self.confidence_with_markov else 0)
+            shapes["confidence_head.proj.weight"] = (1, features)
+            shapes["confidence_head.proj.bias"] = (1,)
+        return shapes
+
     @staticmethod
     def from_file(values: Mapping[str, Any]) -> DraftConfig:
         """From the content of config.json. Raises ConfigError naming the field, its value and the remedy."""

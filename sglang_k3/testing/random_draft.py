@@ -52,38 +52,15 @@ def draft_config(
 
 def draft_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, in bf16."""
-    draft = DraftConfig.from_file(config)
     random = torch.Generator().manual_seed(seed)
-    hidden, wide = draft.hidden_size, draft.head_dim
     tensors: dict[str, torch.Tensor] = {}
-
-    def matrix(name: str, rows: int, columns: int) -> None:
-        tensors[f"{name}.weight"] = torch.randn(rows, columns, generator=random) * columns**-0.5
-
-    def norm(name: str, width: int) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=random)
-
-    matrix("fc", hidden, hidden * len(draft.taps))
-    norm("hidden_norm", hidden)
-    norm("norm", hidden)
-    for layer in range(draft.num_layers):
-        at = f"layers.{layer}"
-        norm(f"{at}.input_layernorm", hidden)
-        norm(f"{at}.post_attention_layernorm", hidden)
-        matrix(f"{at}.self_attn.q_proj", draft.num_heads * wide, hidden)
-        matrix(f"{at}.self_attn.k_proj", draft.num_kv_heads * wide, hidden)
-        matrix(f"{at}.self_attn.v_proj", draft.num_kv_heads * wide, hidden)
-        matrix(f"{at}.self_attn.o_proj", hidden, draft.num_heads * wide)
-        norm(f"{at}.self_attn.q_norm", wide)
-        norm(f"{at}.self_attn.k_norm", wide)
-        matrix(f"{at}.mlp.gate_proj", draft.intermediate_size, hidden)
-        matrix(f"{at}.mlp.up_proj", draft.intermediate_size, hidden)
-        matrix(f"{at}.mlp.down_proj", hidden, draft.intermediate_size)
-    matrix("markov_head.markov_w1", draft.vocab_size, draft.markov_rank)
-    matrix("markov_head.markov_w2", draft.vocab_size, draft.markov_rank)
-    if draft.confidence:
-        matrix("confidence_head.proj", 1, hidden + draft.markov_rank * draft.confidence_with_markov)
-        tensors["confidence_head.proj.bias"] = torch.zeros(1)
+    for name, shape in DraftConfig.from_file(config).tensor_shapes().items():
+        if name.endswith(".bias"):
+            tensors[name] = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensors[name] = 1 + 0.1 * torch.randn(shape, generator=random)
+        else:
+            tensors[name] = torch.randn(shape, generator=random) * shape[1] ** -0.5
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
