@@ -51,7 +51,8 @@ class ServerProcess:
         self.log = log
         self.on_wait = on_wait
         self.start_seconds = 0.0
-        command = [sys.executable, "-m", module, *flags]
+        # An idle scheduler polls without a pause otherwise, and takes a core from a server beside it.
+        command = [sys.executable, "-m", module, *flags, "--sleep-on-idle"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("w") as sink:
             self.process = subprocess.Popen(

@@ -29,9 +29,7 @@ class Server(ServerProcess):
     """The server that tests talk to; ended hard, since nothing of it is needed any more."""
 
     def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        # An idle scheduler polls without a pause otherwise, and takes a core from the server under test.
-        fixed = ("--model-path", str(model), "--device", "cpu", "--sleep-on-idle")
-        super().__init__(*fixed, *flags, log=log, env=env)
+        super().__init__("--model-path", str(model), "--device", "cpu", *flags, log=log, env=env)
 
     def close(self) -> None:
         self.kill()

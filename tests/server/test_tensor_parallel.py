@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_k3.models.reference import ReferenceModel
+from tests.server.conftest import Model
 from tests.server.harness import Server
 from tests.server.margin import check
 
@@ -40,3 +41,35 @@ def test_two_ranks_give_the_reference_models_tokens_and_one_answer_to_the_bit(
     ]
     assert [verdict.wrong for verdict in verdicts] == [()] * len(verdicts)
     assert max(verdict.largest_logprob_error for verdict in verdicts) < 1e-3
+
+
+@pytest.mark.verify
+def test_speculation_on_two_ranks_changes_no_bit(
+    trained_k3: Model, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Greedy and seeded answers are those of two ranks without a draft. Draws without a seed need every rank
+    to draw the same, else the ranks part and the next step hangs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    draft = trained_k3.path.parent / "tiny-k3-dspark"
+    speculation = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
+    prompts = [ids for ids in trained_k3.prompts if 10 < len(ids) < 400][:4]
+    bodies = [
+        {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": 40, **sampling}}
+        for ids in prompts
+        for sampling in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5})
+    ]
+
+    def told(server: Server) -> list[tuple]:
+        replies = [server.post("/generate", body).json() for body in bodies]
+        return [(r["output_ids"], [e[0] for e in r["meta_info"]["output_token_logprobs"]]) for r in replies]
+
+    with Server(trained_k3.path, folder / "plain", *FLAGS, "--disable-overlap-schedule") as server:
+        want = told(server)
+    with Server(trained_k3.path, folder / "fast", *FLAGS, *speculation) as server:
+        assert told(server) == want
+        options = {"temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True}
+        drawn = [
+            server.post("/generate", {"input_ids": ids, "sampling_params": options}).json() for ids in prompts
+        ]
+    assert [len(reply["output_ids"]) for reply in drawn] == [64] * len(prompts)
+    assert all(reply["meta_info"]["spec_verify_ct"] < 63 for reply in drawn)
