@@ -84,7 +84,14 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tuple[int, list[Figures]]:
     """Resident bytes and figures of a fresh server with these features on."""
     checkpoint = model.packed if features.is_on(on, "packed") else model.dense
-    flags = ("--model-path", str(checkpoint), "--dtype", model.dtype, *FLAGS, *features.server_flags(on))
+    flags = (
+        "--model-path",
+        str(checkpoint),
+        "--dtype",
+        model.dtype,
+        *FLAGS,
+        *features.server_flags(on, model.draft),
+    )
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(
             *flags,
@@ -102,8 +109,9 @@ def measure(
     model: Model, loads: tuple[Load, ...], repeats: int, alone: bool, console: Console, state: Path
 ) -> Report:
     """state: where the runs so far are kept."""
-    stages = features.cumulative()
-    others = features.leave_one_out() if alone else []
+    has_draft = model.draft is not None
+    stages = features.cumulative(has_draft)
+    others = features.leave_one_out(has_draft) if alone else []
     labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
     report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, [])
     report.runs.extend(_runs_so_far(report, loads, state))
@@ -163,6 +171,9 @@ def _table(report: Report, workload: str, concurrency: int) -> str:
     first, last = report.stages[0], report.stages[-1]
     total = _gain(report, first, last, workload, concurrency)
     text = head + "\n".join(rows) + f"\n\nFrom first to last: {total}.\n"
+    if last == "+ DSpark speculation":
+        without = _gain(report, first, report.stages[-2], workload, concurrency)
+        text += f"From first to the last but speculation: {without}.\n"
     if report.alone:
         rows = [
             _row(report, stage, _gain(report, stage, last, workload, concurrency), workload, concurrency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -11,6 +12,7 @@ class Feature:
 
     operators: registry operators (or their prefixes) that run on the plain torch reference while the
     feature is off. flags_off: server flags that turn it off. Without `model`, SGLang's own class serves.
+    draft: it needs a draft model, and is no stage of a model that has none.
     """
 
     name: str
@@ -18,6 +20,7 @@ class Feature:
     flags_off: tuple[str, ...] = ()
     model: bool = False
     packed: bool = False
+    draft: bool = False
 
 
 FEATURES = (
@@ -30,23 +33,28 @@ FEATURES = (
     Feature("packed MXFP4 experts", packed=True),
     Feature("prefix cache", flags_off=("--disable-radix-cache",)),
     Feature("overlap scheduling", flags_off=("--disable-overlap-schedule",)),
+    Feature("DSpark speculation", draft=True),
 )
 NAMES = tuple(feature.name for feature in FEATURES)
 
 
-def cumulative() -> list[tuple[str, frozenset[str]]]:
+def of_model(has_draft: bool) -> tuple[Feature, ...]:
+    """The pieces that a model can show."""
+    return tuple(feature for feature in FEATURES if has_draft or not feature.draft)
+
+
+def cumulative(has_draft: bool = True) -> list[tuple[str, frozenset[str]]]:
     """(label, features that are on) of each stage, from SGLang's own class to everything."""
+    names = [feature.name for feature in of_model(has_draft)]
     stages = [("SGLang's class, plain torch", frozenset[str]())]
-    return stages + [(f"+ {name}", frozenset(NAMES[: position + 1])) for position, name in enumerate(NAMES)]
+    return stages + [(f"+ {name}", frozenset(names[: position + 1])) for position, name in enumerate(names)]
 
 
-def leave_one_out() -> list[tuple[str, frozenset[str]]]:
+def leave_one_out(has_draft: bool = True) -> list[tuple[str, frozenset[str]]]:
     """Everything but one. The model class stays: the other pieces are parts of it."""
-    return [
-        (f"all but {feature.name}", frozenset(NAMES) - {feature.name})
-        for feature in FEATURES
-        if not feature.model
-    ]
+    pieces = of_model(has_draft)
+    everything = frozenset(feature.name for feature in pieces)
+    return [(f"all but {f.name}", everything - {f.name}) for f in pieces if not f.model]
 
 
 def plain_operators(on: frozenset[str]) -> tuple[str, ...]:
@@ -54,10 +62,14 @@ def plain_operators(on: frozenset[str]) -> tuple[str, ...]:
     return tuple(operator for f in FEATURES if f.name not in on for operator in f.operators)
 
 
-def server_flags(on: frozenset[str]) -> list[str]:
-    return [flag for f in FEATURES if f.name not in on for flag in f.flags_off]
+def server_flags(on: frozenset[str], draft: Path | None = None) -> list[str]:
+    """launch_server's flags for these features, with the model's draft if it has one."""
+    flags = [flag for f in FEATURES if f.name not in on for flag in f.flags_off]
+    if draft is not None and is_on(on, "draft"):
+        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)]
+    return flags
 
 
 def is_on(on: frozenset[str], attribute: str) -> bool:
-    """Whether the feature that sets this attribute ("model", "packed") is on."""
+    """Whether the feature that sets this attribute ("model", "packed", "draft") is on."""
     return all(f.name in on for f in FEATURES if getattr(f, attribute))

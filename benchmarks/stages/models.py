@@ -15,6 +15,7 @@ from sglang_k3.kernels.mx.reference import dequantize_mxfp4
 from sglang_k3.testing.random_checkpoint import make
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-k3"
+TINY_DRAFT = TINY.parent / "tiny-k3-dspark"
 
 # About 300 M parameters in the real one's proportions, and one KDA layer with experts at its real widths.
 _300M: dict[str, Any] = {
@@ -46,13 +47,15 @@ _300M: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """packed, dense: folders of the two checkpoints. regime: what it can and cannot show."""
+    """packed, dense: folders of the two checkpoints. regime: what it can and cannot show. draft: folder of
+    its DSpark draft, if there is one."""
 
     name: str
     packed: Path
     dense: Path
     dtype: str
     regime: str
+    draft: Path | None = None
 
 
 def tiny(work: Path) -> Model:
@@ -63,7 +66,9 @@ def tiny(work: Path) -> Model:
         unpacked(TINY, work / "tiny-dense"),
         "bfloat16",
         "The trained example, 4 million parameters: the fixed cost of a step is nearly everything; it says "
-        "nothing about a large model's kernels.",
+        "nothing about a large model's kernels. Prompts are random tokens, behind which a small model soon "
+        "repeats itself: a draft foresees that better than text (speculation.md has its gain on text).",
+        TINY_DRAFT,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.ablation import Report, Run, markdown
 from benchmarks.machine import describe
 from benchmarks.stages import features
-from benchmarks.stages.models import TINY, unpacked
+from benchmarks.stages.models import TINY, TINY_DRAFT, unpacked
 from benchmarks.stages.server import VARIABLE, _choose_with, turned_on
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.registry import Call
@@ -59,6 +59,14 @@ def test_server_flags_turn_off_what_is_off() -> None:
     assert features.server_flags(frozenset()) == ["--disable-radix-cache", "--disable-overlap-schedule"]
 
 
+def test_a_draft_is_given_with_its_feature_and_is_no_stage_without_one() -> None:
+    everything = frozenset(features.NAMES)
+    assert str(TINY_DRAFT) in features.server_flags(everything, TINY_DRAFT)
+    assert features.server_flags(everything - {"DSpark speculation"}, TINY_DRAFT) == []
+    assert all("DSpark speculation" not in on for _, on in features.cumulative(has_draft=False))
+    assert len(features.leave_one_out(has_draft=False)) == len(features.leave_one_out()) - 1
+
+
 def test_an_unknown_piece_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "compiled KDA,warp drive")
     with pytest.raises(ValueError, match="warp drive"):
@@ -80,13 +88,15 @@ def figures(seconds: float) -> Figures:
 
 
 def test_a_gain_is_only_claimed_where_every_repeat_shows_it() -> None:
-    stages = ["first", "+ a", "+ b"]
+    stages = ["first", "+ a", "+ b", "+ DSpark speculation"]
     times = {"first": (8.0, 8.4, 8.8), "+ a": (4.0, 4.0, 4.0), "+ b": (4.1, 3.9, 4.0)}
+    times["+ DSpark speculation"] = (2.0, 2.0, 2.0)
     runs = [Run(s, repeat, 2**20, [figures(times[s][repeat])]) for repeat in range(3) for s in stages]
     text = markdown(Report(describe(), "m", "regime", [], 3, stages, [], runs))
     assert "| + a | 4.00 | 2.10 times (2.00 to 2.20) |" in text
     assert "| + b | 4.00 | none (0.98 to 1.03) |" in text
-    assert "From first to last: 2.10 times (1.95 to 2.20)." in text
+    assert "From first to last: 4.20 times (4.00 to 4.40)." in text
+    assert "From first to the last but speculation: 2.10 times (1.95 to 2.20)." in text
 
 
 @pytest.mark.verify
@@ -95,7 +105,8 @@ def test_every_stage_serves_the_same_text(label: str, tmp_path: Path) -> None:
     on = dict(features.cumulative())[label]
     checkpoint = TINY if features.is_on(on, "packed") else unpacked(TINY, tmp_path / "dense")
     flags = ("--model-path", str(checkpoint), "--device", "cpu", "--dtype", "float32")
-    flags += ("--max-total-tokens", "4096", "--max-mamba-cache-size", "16", *features.server_flags(on))
+    flags += ("--max-total-tokens", "4096", "--max-mamba-cache-size", "16")
+    flags += tuple(features.server_flags(on, TINY_DRAFT))
     with ServerProcess(
         *flags,
         log=tmp_path / "log",
