@@ -34,9 +34,11 @@ def compare(model: Path, prompts: list[list[int]], log: Path, *flags: str) -> li
     ]
 
 
+@pytest.mark.parametrize("checkpoint", ["trained", pytest.param("random", marks=pytest.mark.verify)])
 def test_float32_tokens_are_the_reference_models_cold_and_from_the_cache(
-    model: Model, tmp_path: Path
+    checkpoint: str, trained_k3: Model, packed_k3: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
+    model = trained_k3 if checkpoint == "trained" else Model(packed_k3, prompts)
     verdicts = compare(
         model.path,
         model.prompts,
