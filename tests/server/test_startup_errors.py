@@ -14,7 +14,7 @@ SABOTAGE = str(Path(__file__).parent / "sabotage")
 SMALL = ("--dtype", "float32", "--max-total-tokens", "2048", "--max-mamba-cache-size", "20")
 
 
-# Each process loads plugins by the same call, and a lost hook in the scheduler stays in `make test`: the others
+# Each process loads plugins by the same call. A lost hook in the scheduler stays in `make test`; the others
 # take half a minute each.
 SCHEDULER = pytest.param("scheduler", marks=pytest.mark.verify)
 DETOKENIZER = pytest.param("detokenizer", marks=pytest.mark.verify)
