@@ -32,7 +32,7 @@ def torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with mock.patch.object(split, "_WORTH_THREADS", 0):
+        with mock.patch.multiple(split, _WORTH_THREADS=0, _WORTH_TORCH_THREADS=0):
             yield
     finally:
         torch.set_num_threads(before)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
-from sglang_k3.kernels.split import over_items
+from sglang_k3.kernels.split import over_items, threads_for
 from tests.kernels.invariance import torch_threads
 
 
@@ -58,3 +59,17 @@ def test_several_python_threads_at_once():
         for caller in callers:
             caller.join()
     assert totals == [1] * 8
+
+
+@pytest.mark.parametrize("operations, inside", [(1, 1), (79_999_999, 1), (80_000_000, 3)])
+def test_small_products_run_on_one_thread_and_the_count_comes_back(operations: int, inside: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with threads_for(operations):
+            assert torch.get_num_threads() == inside
+        with pytest.raises(ZeroDivisionError), threads_for(operations):
+            _ = 1 // 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.linear.row_dots import batched_row_dots, row_dots
 from sglang_k3.kernels.row_math import fp32_only, fp32_or_plain_bf16
+from sglang_k3.kernels.split import threads_for
 
 FEW_ROWS = 16
 """Rows below which dot products beat a BLAS (benchmarks/kernels.py)."""
@@ -36,15 +37,16 @@ def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     if x.shape[0] < FEW_ROWS:
         return row_dots(x, weight)
-    if weight.dtype == torch.float32:
-        return F.linear(x.float(), weight).to(x.dtype)
-    wide = x.float()
-    out = torch.empty(x.shape[0], weight.shape[0])
-    tile = max(16, _TILE_NUMBERS // max(weight.shape[1], 1))
-    for start in range(0, weight.shape[0], tile):
-        part = weight[start : start + tile].detach().float()
-        torch.mm(wide, part.T, out=out[:, start : start + tile])
-    return out.to(x.dtype)
+    with threads_for(2 * x.shape[0] * weight.numel()):
+        if weight.dtype == torch.float32:
+            return F.linear(x.float(), weight).to(x.dtype)
+        wide = x.float()
+        out = torch.empty(x.shape[0], weight.shape[0])
+        tile = max(16, _TILE_NUMBERS // max(weight.shape[1], 1))
+        for start in range(0, weight.shape[0], tile):
+            part = weight[start : start + tile].detach().float()
+            torch.mm(wide, part.T, out=out[:, start : start + tile])
+        return out.to(x.dtype)
 
 
 @registry.register("linear", "row_dots", preference=5, exact=True, supports=fp32_only)
@@ -64,7 +66,8 @@ def linear_batched_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     """x [T, H, In], weight [H, Out, In] -> [T, H, Out] in x's dtype; see `linear_by_rows`."""
     if x.shape[0] < FEW_ROWS:
         return batched_row_dots(x, weight)
-    return linear_batched(x.float(), weight.float()).to(x.dtype)
+    with threads_for(2 * x.shape[0] * weight.numel()):
+        return linear_batched(x.float(), weight.float()).to(x.dtype)
 
 
 @registry.register("linear_batched", "row_dots", preference=5, exact=True, supports=fp32_only)

@@ -14,7 +14,7 @@ import torch
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.mla.cpu_rows import HEADS, attend_rows, place_rows
 from sglang_k3.kernels.row_math import LANES, array_of, float_rows, fp32_only
-from sglang_k3.kernels.split import over_items
+from sglang_k3.kernels.split import over_items, threads_for
 
 KEYS = 512
 """Cache rows gathered at a time: 1.2 MB of fp32 at 576 columns, which stays in a core's L2."""
@@ -85,7 +85,9 @@ def paged_attention(
             end = min(start + tile, bounds[n + 1])
             position = prefix + start - bounds[n]
             slots = token_table[table_row, : position + end - start]
-            out[start:end] = _attend(q[start:end], cache, slots, position, scale, latent)
+            part = q[start:end]
+            with threads_for(2 * part.numel() * min(KEYS, len(slots))):
+                out[start:end] = _attend(part, cache, slots, position, scale, latent)
     return out
 
 

@@ -26,7 +26,7 @@ from sglang_k3.kernels.mx.codes_cpu import (
 )
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.row_math import LANES, float_rows, fp32_only, fp32_or_plain_bf16
-from sglang_k3.kernels.split import over_items
+from sglang_k3.kernels.split import over_items, threads_for
 
 FUSED_ROWS = 8
 """Rows an expert, on average, up to which blocks are decoded for them; found by benchmarks/kernels.py."""
@@ -215,7 +215,8 @@ def product(x: np.ndarray, packed: np.ndarray, scale: np.ndarray, first: int, ro
     for start in range(0, rows, tile):
         count = min(tile, rows - start)
         over_items(_unpack, count, count * x.shape[1], packed, scale, SCALES, first + start, blocks, weights)
-        torch.mm(inputs, torch.from_numpy(weights[:count]).T, out=out[:, start : start + count])
+        with threads_for(2 * x.size * count):
+            torch.mm(inputs, torch.from_numpy(weights[:count]).T, out=out[:, start : start + count])
     return out
 
 
