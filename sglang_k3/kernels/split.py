@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-_WORTH_THREADS = 1 << 17
+_WORTH_THREADS = 1 << 19
 _WORTH_TORCH_THREADS = 80_000_000
 """Floating-point operations of a product from which torch's other threads gain more than waking them costs:
 0.1 to 0.3 ms a call where they sleep in between (OMP_WAIT_POLICY=PASSIVE), against 0.3 us for the switch."""
@@ -30,8 +30,8 @@ def _pool(process: int) -> ThreadPoolExecutor:
 def over_items(kernel: Callable[..., None], items: int, work: int, *arguments: object) -> None:
     """kernel(first, last, *arguments) over contiguous parts of range(items), the first on this thread.
 
-    As many parts as torch has threads, or one where fewer than 131,072 numbers (`work`) are handled one by
-    one (products of whole vectors count an eighth): waking a thread costs tens of microseconds. The kernel
+    As many parts as torch has threads, or one where fewer than 524,288 numbers (`work`) are handled one by
+    one (products of whole vectors count an eighth): waking a thread costs 0.1 ms and more. The kernel
     must be nogil, and give each item the same result whatever part it is in. Raises what the kernel raises.
     """
     parts = min(torch.get_num_threads(), items) if work >= _WORTH_THREADS else 1

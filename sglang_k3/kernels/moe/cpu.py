@@ -17,6 +17,7 @@ from sglang_k3.kernels.moe import cpu_router, packed_cpu  # noqa: F401  (registe
 from sglang_k3.kernels.mx.cpu import dequantize_mxfp4
 from sglang_k3.kernels.native import native_bf16
 from sglang_k3.kernels.row_math import fp32_only, fp32_or_bf16
+from sglang_k3.kernels.split import threads_for
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -120,5 +121,6 @@ def _sum(
         rows = tokens[start:end]
         w13, w2 = expert_weights(expert)
         out = linear(gated(linear(x[rows], w13), beta, linear_beta), w2)
-        total.index_add_(0, rows, out.float() * shares[start:end].unsqueeze(1))
+        with threads_for(2 * out.numel()):
+            total.index_add_(0, rows, out.float() * shares[start:end].unsqueeze(1))
     return total.to(x.dtype)
