@@ -39,6 +39,8 @@ def prefilled(loop: Loop, tokens: list[int], name: str) -> tuple[torch.Tensor, t
     """The same after a prefill of these tokens from nothing."""
     loop.flush()
     request = loop.admit(name, tokens, 4)
+    # Without overlap the turn that admits a short prompt has prefilled it, and nothing else.
+    before = state_of(loop, request) if request.output_ids else None
     while not request.output_ids:
         before = None
         loop.step()
