@@ -1,6 +1,6 @@
 """How many threads a piece of work gets: compiled kernels over independent items, and torch's products.
 
-numba compiles the body of a prange several times over (19 s instead of 6 for the chunked prefill), and its
+No prange: numba compiles its body several times over (19 s instead of 6 for the chunked prefill), and its
 threads compete with torch's. Kernels release the GIL, so plain Python threads do.
 """
 

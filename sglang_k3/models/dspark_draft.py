@@ -231,6 +231,9 @@ _SHARED = ("embed_tokens.", "lm_head.")
 
 
 def _copy(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    # Broadcasting would hide a parameter that is cut for a rank and has no loader.
+    if parameter.shape != tensor.shape:
+        raise RuntimeError(f"{tuple(tensor.shape)} is not {tuple(parameter.shape)}")
     parameter.data.copy_(tensor)
 
 

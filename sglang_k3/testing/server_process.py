@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -28,11 +29,17 @@ class StartFailed(RuntimeError):
 
 def free_port() -> int:
     """A port that nobody listens on, below those that outgoing connections get: a server binds its port half
-    a minute behind this call, and connections are made meanwhile, its own among them."""
+    a minute behind this call, and connections are made meanwhile, its own among them. Raises OSError."""
     while True:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
-            return probe.getsockname()[1]
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 class ServerProcess:
