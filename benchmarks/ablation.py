@@ -171,7 +171,7 @@ def _table(report: Report, workload: str, concurrency: int) -> str:
     first, last = report.stages[0], report.stages[-1]
     total = _gain(report, first, last, workload, concurrency)
     text = head + "\n".join(rows) + f"\n\nFrom first to last: {total}.\n"
-    if last == "+ DSpark speculation":
+    if last == f"+ {features.SPECULATION}":
         without = _gain(report, first, report.stages[-2], workload, concurrency)
         text += f"From first to the last but speculation: {without}.\n"
     if report.alone:

@@ -32,6 +32,7 @@ from benchmarks.measure import Protocol, Subject, measure
 from benchmarks.probes import memory_probe
 from benchmarks.rotation import rotation
 from benchmarks.schema import Machine, save
+from benchmarks.stages.models import TINY, TINY_DRAFT
 from benchmarks.text import machine_line
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.kernels.registry import Call, choose
@@ -47,7 +48,6 @@ BATCHES = (1, 4, 16)
 SERVED_BATCHES = (1, 4, 8)
 CONTEXTS = (256, 1024, 4096)
 NEW_TOKENS = 128
-TARGET, DRAFT = Path("examples/tiny-k3"), Path("examples/tiny-k3-dspark")
 
 
 class Forms(msgspec.Struct, forbid_unknown_fields=True):
@@ -162,7 +162,7 @@ def forms(requests: int, protocol: Protocol) -> Forms:
 
 
 def _server(folder: Path, name: str, *flags: str) -> ServerProcess:
-    common = ("--model-path", str(TARGET), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
+    common = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
     common += ("--max-running-requests", "8", "--max-mamba-cache-size", "48", "--max-total-tokens", "49152")
     return ServerProcess(*common, "--disable-radix-cache", *flags, log=folder / f"{name}.log")
 
@@ -204,13 +204,13 @@ def _point(
 
 
 def served(console: Console) -> Served:
-    tokenizer = bpe.load(TARGET)
+    tokenizer = bpe.load(TINY)
     held_out = read_corpus().held_out
     heads = [[SEPARATOR, *tokenizer.encode(head).ids] for head in function_heads(held_out)]
     text = [token for name in sorted(held_out) for token in tokenizer.encode(held_out[name][:20_000]).ids]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drafts = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
+        drafts = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(TINY_DRAFT))
         with _server(folder, "plain") as plain, _server(folder, "fast", *drafts) as fast:
             for server in (plain, fast):
                 _ask(server.url, text[:300])

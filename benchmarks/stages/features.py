@@ -23,6 +23,7 @@ class Feature:
     draft: bool = False
 
 
+SPECULATION = "DSpark speculation"
 FEATURES = (
     Feature("our model class", model=True),
     Feature("compiled KDA", ("short_conv", "kda")),
@@ -33,7 +34,7 @@ FEATURES = (
     Feature("packed MXFP4 experts", packed=True),
     Feature("prefix cache", flags_off=("--disable-radix-cache",)),
     Feature("overlap scheduling", flags_off=("--disable-overlap-schedule",)),
-    Feature("DSpark speculation", draft=True),
+    Feature(SPECULATION, draft=True),
 )
 NAMES = tuple(feature.name for feature in FEATURES)
 

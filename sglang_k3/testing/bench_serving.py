@@ -93,6 +93,7 @@ def bench_serving(url: str, model: Path, workload: Workload, concurrency: int, r
         if client.exitcode is None:
             client.kill()
             client.join()
+            raise BenchFailed(f"bench_serving was not done after {LIMIT_S} s:\n{log.read_text()[-3000:]}")
         if client.exitcode or not output.exists():
             raise BenchFailed(f"bench_serving ended with {client.exitcode}:\n{log.read_text()[-3000:]}")
         measured = json.loads(output.read_text().splitlines()[-1])
