@@ -26,22 +26,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.machine import describe
 from benchmarks.schema import Machine, save
 from benchmarks.stages import features
-from benchmarks.stages.models import MODELS, Model
+from benchmarks.stages.models import MODELS, Load, Model
 from benchmarks.stages.server import VARIABLE
 from benchmarks.text import machine_line
-from sglang_k3.testing.bench_serving import Figures, Workload, bench_serving, random_ids, shared_prefix
+from sglang_k3.testing.bench_serving import Figures, bench_serving, random_ids
 from sglang_k3.testing.server_process import ServerProcess
 
 FLAGS = ("--device", "cpu", "--page-size", "16", "--max-running-requests", "8", "--enable-cache-report")
 FLAGS += ("--max-mamba-cache-size", "64", "--max-total-tokens", "65536")
 
-# Workload, concurrency, requests.
-Load = tuple[Workload, int, int]
-LOADS: tuple[Load, ...] = (
-    (random_ids(512, 128), 1, 4),
-    (random_ids(512, 128), 8, 16),
-    (shared_prefix(1024, 64, 64), 4, 16),
-)
 LONG_LOADS: tuple[Load, ...] = ((random_ids(16_000, 64), 1, 4), (random_ids(16_000, 64), 8, 8))
 _WARM_UP: Load = (random_ids(256, 16), 4, 4)
 
@@ -56,7 +49,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """docs/benchmarks/ablation-MODEL.json. stages: in order; alone: everything but one piece."""
+    """docs/benchmarks/ablation-MODEL.json (or -long). stages: in order; alone: everything but one piece."""
 
     machine: Machine
     model: str
@@ -105,13 +98,22 @@ def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tu
             return server.resident_bytes(), figures
 
 
+KINDS = {
+    "all": "every stage, then everything but one piece",
+    "stages": "every stage",
+    "ends": "the first stage, everything, and everything but speculation",
+}
+
+
 def measure(
-    model: Model, loads: tuple[Load, ...], repeats: int, alone: bool, console: Console, state: Path
+    model: Model, loads: tuple[Load, ...], repeats: int, kind: str, console: Console, state: Path
 ) -> Report:
-    """state: where the runs so far are kept."""
+    """kind: one of KINDS. state: where the runs so far are kept."""
     has_draft = model.draft is not None
     stages = features.cumulative(has_draft)
-    others = features.leave_one_out(has_draft) if alone else []
+    if kind == "ends":
+        stages = [stages[0], *stages[-2 if has_draft else -1 :]]
+    others = features.leave_one_out(has_draft) if kind == "all" else []
     labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
     report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, [])
     report.runs.extend(_runs_so_far(report, loads, state))
@@ -236,28 +238,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--long", action="store_true", help="16,000-token prompts too (an hour more)")
-    parser.add_argument("--no-leave-one-out", action="store_true", help="only the cumulative stages")
+    parser.add_argument(
+        "--long", action="store_true", help="16,000-token prompts instead (ablation-MODEL-long)"
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, default="all", help="; ".join(f"{k}: {v}" for k, v in KINDS.items())
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--work", type=Path, default=Path(".cache"), help="folder of an interrupted run")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    state = arguments.work / f"ablation-{arguments.model}.json"
+    name = f"ablation-{arguments.model}{'-long' if arguments.long else ''}"
+    state = arguments.work / f"{name}.json"
     with tempfile.TemporaryDirectory() as work:
+        model = MODELS[arguments.model](Path(work))
         report = measure(
-            MODELS[arguments.model](Path(work)),
-            LOADS + (LONG_LOADS if arguments.long else ()),
+            model,
+            LONG_LOADS if arguments.long else model.loads,
             arguments.repeats,
-            not arguments.no_leave_one_out,
+            arguments.kind,
             Console(file=sys.stderr),
             state,
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = arguments.out / f"ablation-{arguments.model}"
-    save(report, stem.with_suffix(".json"))
-    stem.with_suffix(".md").write_text(markdown(report))
-    plot(report, stem.with_suffix(".png"))
+    save(report, arguments.out / f"{name}.json")
+    (arguments.out / f"{name}.md").write_text(markdown(report))
+    plot(report, arguments.out / f"{name}.png")
     state.unlink()
     print(markdown(report))
 

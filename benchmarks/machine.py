@@ -75,6 +75,13 @@ def _cpu_model() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether products of bf16 matrices are instructions here; elsewhere torch emulates them, many times
+    slower than those of fp32."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    return found is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(found[1].split())
+
+
 def _selected(choices: str) -> str:
     """The bracketed word of a sysfs choice such as "always [madvise] never"."""
     found = re.search(r"\[(\w+)\]", choices)

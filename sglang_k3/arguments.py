@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_k3.attention_backends import NAME
+from sglang_k3.prefix_cache import backend
 from sglang_k3.upstream import ARCHITECTURES, PLUGIN
 
 
@@ -49,9 +50,11 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Around SGLang's last validation step: every flag has its final value."""
+    """Around SGLang's last validation step: every flag has its final value. Kimi models get our prefix
+    cache here, and not before: SGLang refuses some flags beside a cache that is not its own, with less to
+    say than we have."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     previous(server_args)
     view = resolving_view(server_args)
@@ -62,7 +65,13 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         )
     config = model_config_of(server_args)
     if _architecture(server_args) not in ARCHITECTURES:
+        if view.radix_cache_backend == backend.NAME:
+            raise ValueError(
+                f"--radix-cache-backend {backend.NAME} keeps the states of Kimi models only: leave it out"
+            )
         return
+    if view.radix_cache_backend is None:
+        declare_resolution(server_args, "sglang-k3", radix_cache_backend=backend.NAME)
     if view.enable_deterministic_inference and str(config.dtype) != "torch.float32":
         raise ValueError(
             f"--enable-deterministic-inference is exact in float32 only, not in {config.dtype}: "

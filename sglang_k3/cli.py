@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import warnings
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from sglang_k3 import doctor as examination
+from sglang_k3.prefix_cache import view
+from sglang_k3.prefix_cache.outcome import REASONS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,6 +47,63 @@ def doctor(
         _show(report, Console())
     if not report.healthy:
         raise typer.Exit(1)
+
+
+@app.command()
+def cache(
+    url: Annotated[str, typer.Option(help="The server, which runs with --enable-metrics.")] = (
+        "http://127.0.0.1:30000"
+    ),
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show a running server's prefix cache: hits, what was lost and why, slots and bytes."""
+    if watch and as_json:
+        raise typer.BadParameter("--json prints once: leave out --watch")
+    try:
+        figures = view.read(view.fetch(url))
+        if as_json:
+            print(json.dumps({**asdict(figures), "hit_share": figures.hit_share}, indent=2))
+            return
+        if not watch:
+            Console().print(_cache_tables(figures))
+            return
+        with Live(_cache_tables(figures), auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(every)
+                live.update(_cache_tables(view.read(view.fetch(url))), refresh=True)
+    except view.NoFigures as error:
+        Console(stderr=True).print(Text(str(error), "bold red"))
+        raise typer.Exit(1) from None
+
+
+def _cache_tables(figures: view.View) -> Group:
+    tokens = Table(box=None, title="Prompt tokens", title_justify="left")
+    tokens.add_column("", no_wrap=True)
+    tokens.add_column("tokens", justify="right")
+    tokens.add_column("share", justify="right")
+    tokens.add_column("", overflow="fold")
+
+    def row(name: str, count: int, what: str) -> None:
+        share = count / figures.prompt_tokens if figures.prompt_tokens else 0.0
+        tokens.add_row(name, f"{count:,}", f"{share:.1%}", what)
+
+    row("prompts", figures.prompt_tokens, "")
+    row("hit", figures.hit_tokens, "restored, KV and state")
+    for reason, count in figures.lost_tokens.items():
+        row(f"lost, {reason.replace('_', ' ')}", count, REASONS[reason])
+    slots = Table(box=None, title="\nState slots of one rank", title_justify="left")
+    slots.add_column("", no_wrap=True)
+    slots.add_column("slots", justify="right")
+    slots.add_column("MiB", justify="right")
+    for use, count in (*figures.slots.items(), ("all", sum(figures.slots.values()))):
+        slots.add_row(use, str(count), f"{count * figures.slot_bytes / 2**20:,.1f}")
+    notes = Text(
+        f"\nRequests had to wait for a slot {figures.waits} times; {figures.skips} states were not kept for "
+        f"want of one. Running requests hold {figures.kv_usage:.0%} of the KV cache."
+    )
+    return Group(tokens, slots, notes)
 
 
 def _show(report: examination.Report, console: Console) -> None:

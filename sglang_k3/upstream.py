@@ -107,6 +107,24 @@ def _prefill_checkpoint(original, batch, req):
     return prefill_checkpoint(original, batch, req)
 
 
+def _add_one_req(original, adder, req, *rest, **named):
+    from sglang_k3.prefix_cache.admission import add_one_req
+
+    return add_one_req(original, adder, req, *rest, **named)
+
+
+def _end_broken(original, scheduler, batch, *rest, **named):
+    from sglang_k3.broken_requests import end_broken
+
+    return end_broken(original, scheduler, batch, *rest, **named)
+
+
+def _output_streamer_class(original, scheduler):
+    from sglang_k3.prefix_cache.reporting import output_streamer_class
+
+    return output_streamer_class(original, scheduler)
+
+
 def _check_request(original, manager, obj, input_ids):
     from sglang_k3.request_rules import check_request
 
@@ -187,8 +205,27 @@ HOOKS = (
         "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
         _prefill_checkpoint,
         why="a chunk that starts off a page (--enable-mixed-chunk) keeps a state under a key shorter than "
-        "the tokens it has seen, and a hit on it gives wrong text",
-        until="SGLang cuts the checkpoint's depth to whole pages itself",
+        "the tokens it has seen, and a hit on it gives wrong text; a chunk of fewer than 64 tokens keeps "
+        "none; a prompt that ends on a page keeps one that its repetition cannot use",
+        until="SGLang cuts the checkpoint's depth to whole pages itself, and asks the backend for its grid",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        _add_one_req,
+        why="requests are admitted by tokens, and a pool short of state slots then ends the scheduler",
+        until="the adder counts state slots in pools that are not shared with the KV cache",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch",
+        _end_broken,
+        why="NaN in one request's logits ends the scheduler when it is sampled, or is stored and handed on",
+        until="SGLang ends such a request alone",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
+        _output_streamer_class,
+        why="an answer says how much of its prompt was cached, and not what was lost for want of a state",
+        until="stays: SGLang's seam for it, which it offers to subclasses of the scheduler only",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
@@ -325,6 +362,18 @@ def _argument_rules_registered() -> bool:
     )
 
 
+def _register_prefix_cache() -> None:
+    from sglang_k3.prefix_cache import backend
+
+    backend.register()
+
+
+def _prefix_cache_registered() -> bool:
+    from sglang_k3.prefix_cache import backend
+
+    return backend.registered()
+
+
 def _pin_nothing(tensor, device=None):
     """Host memory is the device's memory here; pinning has nothing to pin for."""
     return tensor
@@ -370,6 +419,13 @@ CHANGES = (
         _register_argument_rules,
         _argument_rules_registered,
         why="SGLang's public resolution hooks: choose our backend for Kimi models, refuse what cannot work",
+        until="stays",
+    ),
+    Change(
+        "radix cache backends k3 and sglang",
+        _register_prefix_cache,
+        _prefix_cache_registered,
+        why="SGLang's public registry",
         until="stays",
     ),
     Change(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_k3.testing.server_process import draft_flags
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -67,7 +69,7 @@ def server_flags(on: frozenset[str], draft: Path | None = None) -> list[str]:
     """launch_server's flags for these features, with the model's draft if it has one."""
     flags = [flag for f in FEATURES if f.name not in on for flag in f.flags_off]
     if draft is not None and is_on(on, "draft"):
-        flags += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)]
+        flags += draft_flags(draft)
     return flags
 
 

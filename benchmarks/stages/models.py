@@ -11,13 +11,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.machine import has_bf16_instructions
 from sglang_k3.kernels.mx.reference import dequantize_mxfp4
+from sglang_k3.models.presets import real_k3_config
+from sglang_k3.testing.bench_serving import Workload, random_ids, shared_prefix
 from sglang_k3.testing.random_checkpoint import make
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-k3"
 TINY_DRAFT = TINY.parent / "tiny-k3-dspark"
 
-# About 300 M parameters in the real one's proportions, and one KDA layer with experts at its real widths.
+Load = tuple[Workload, int, int]
+"""Workload, concurrency, requests."""
+
+# torch emulates bf16 products where the CPU has none: a gain over that would be the emulation's.
+_DTYPE = "bfloat16" if has_bf16_instructions() else "float32"
+
+# About 300 M parameters in the real one's proportions.
 _300M: dict[str, Any] = {
     "hidden_size": 768,
     "num_hidden_layers": 9,
@@ -48,13 +57,14 @@ _300M: dict[str, Any] = {
 @dataclass(frozen=True)
 class Model:
     """packed, dense: folders of the two checkpoints. regime: what it can and cannot show. draft: folder of
-    its DSpark draft, if there is one."""
+    its DSpark draft, if there is one. loads: what it is measured with."""
 
     name: str
     packed: Path
     dense: Path
     dtype: str
     regime: str
+    loads: tuple[Load, ...]
     draft: Path | None = None
 
 
@@ -68,6 +78,7 @@ def tiny(work: Path) -> Model:
         "The trained example, 4 million parameters: the fixed cost of a step is nearly everything; it says "
         "nothing about a large model's kernels. Prompts are random tokens, behind which a small model soon "
         "repeats itself: a draft foresees that better than text (speculation.md has its gain on text).",
+        ((random_ids(512, 128), 1, 4), (random_ids(512, 128), 8, 16), (shared_prefix(1024, 64, 64), 4, 16)),
         TINY_DRAFT,
     )
 
@@ -78,13 +89,40 @@ def medium(work: Path) -> Model:
         "300M",
         packed,
         unpacked(packed, work / "300m-dense"),
-        "bfloat16",
+        _DTYPE,
         "Random weights of about 300 million parameters in the real one's proportions: kernels count, and a "
         "layer still fits the caches; it does not show what a layer of real width costs.",
+        ((random_ids(256, 32), 1, 4), (random_ids(256, 32), 8, 8)),
     )
 
 
-MODELS = {"tiny": tiny, "300m": medium}
+def real_width(work: Path) -> Model:
+    """A KDA layer with experts, behind the MLA layer without which no Kimi model is served."""
+    published = real_k3_config()["text_config"]
+    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank")
+    kept += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts_per_token")
+    kept += ("moe_intermediate_size", "routed_expert_hidden_size", "attn_res_block_size")
+    layers = {"full_attn_layers": [1], "kda_layers": [2]}
+    sizes = {key: published[key] for key in kept} | {
+        "num_hidden_layers": 2,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "linear_attn_config": published["linear_attn_config"] | layers,
+    }
+    packed = make("k3", work / "slice", dtype="bfloat16", experts="mxfp4", text_config=sizes)
+    return Model(
+        "real-width slice",
+        packed,
+        unpacked(packed, work / "slice-dense"),
+        _DTYPE,
+        "Random weights: one KDA layer at the published widths (7168, 96 heads of 128) with 64 of 896 "
+        "experts, behind one MLA layer with a narrow dense MLP. It shows what a layer costs; a server step has 93 "
+        "of them, so the fixed cost of a step weighs too much here, and few rows reach one expert.",
+        ((random_ids(128, 16), 1, 4), (random_ids(128, 16), 8, 8)),
+    )
+
+
+MODELS = {"tiny": tiny, "300m": medium, "slice": real_width}
 
 
 def unpacked(packed: Path, directory: Path) -> Path:

@@ -15,6 +15,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from sglang_k3.broken_requests import guard
 from sglang_k3.models.attention_residual import BankedStream, Kernels, PlainStream, ResidualReader
 from sglang_k3.models.config import K3Config
 from sglang_k3.models.gated_mla import GatedMLA
@@ -207,7 +208,7 @@ class KimiK3LinearForCausalLM(nn.Module):
     def forward(self, input_ids, positions, forward_batch, input_embeds=None, **kwargs):
         hidden = self.model.embed_tokens(input_ids) if input_embeds is None else input_embeds
         hidden, tapped = self.model(hidden, forward_batch)
-        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch, tapped)
+        return guard(self.logits_processor(input_ids, hidden, self.lm_head, forward_batch, tapped))
 
     def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
         """SGLang calls this with a draft's target_layer_ids; the worker chooses the stream afterwards."""

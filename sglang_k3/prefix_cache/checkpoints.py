@@ -8,20 +8,44 @@ from typing import Any
 def prefill_checkpoint(original, batch, req) -> Any:
     """AROUND hook on the scheduler's choice of the depth to keep a state at, for one prefill chunk.
 
-    SGLang picks a depth that is a whole number of state chunks behind the start of the prefill chunk, and
-    the radix tree then cuts the key to whole pages. Where the chunk starts off a page (mixed batches fill
-    the token budget to the last token) the key is shorter than the state, and a later hit would start
-    from a state that has already seen tokens it is about to compute. So the depth is cut to a page first.
-    Our kernels can keep a state at any depth, so the entry names that depth itself
-    (`BatchMetadata` reads it), not SGLang's code for a multiple of its kernel's chunk.
+    SGLang picks a depth that is a whole number of state chunks behind the start of the prefill chunk, keeps
+    none in a chunk shorter than that, and the radix tree then cuts the key to whole pages. Where the chunk
+    starts off a page (mixed batches fill the token budget to the last token) the key is shorter than the
+    state, and a later hit would start from a state that has already seen tokens it is about to compute.
+
+    Our kernels keep a state at any depth, so it is the deepest whole page; one page less where that would be
+    the end of the prompt, whose state its repetition could not use (the last token is always computed). A
+    fork that SGLang asks for goes first. The entry names the depth itself (`BatchMetadata` reads it), not
+    SGLang's code for a multiple of its kernel's chunk.
     """
     from sglang_k3.upstream import ARCHITECTURES
 
-    entry = original(batch, req)
     architectures = batch.model_config.hf_config.architectures or [""]
-    if architectures[0] not in ARCHITECTURES or not entry.track_mask:
+    if architectures[0] not in ARCHITECTURES:
+        return original(batch, req)
+    depth = _depth(req, batch.tree_cache.page_size)
+    entry = original(batch, req)
+    if depth <= req.prefix_len:
+        assert not entry.track_mask, "SGLang keeps a state in chunks of a page or more only"
         return entry
-    depth = req.kv.mamba_last_track_seqlen
-    depth -= depth % batch.tree_cache.page_size
+    if not entry.track_mask:
+        _turn(batch.req_to_token_pool, req.kv)
     req.kv.mamba_last_track_seqlen = depth
-    return entry._replace(track_seqlen=depth)
+    return entry._replace(track_mask=True, track_seqlen=depth)
+
+
+def _depth(req: Any, page: int) -> int:
+    """Where this chunk keeps a state; at or before its start for nowhere."""
+    last_token = len(req.full_untruncated_fill_ids) - 1
+    depth = min(req.extend_end, last_token) // page * page
+    if depth <= req.prefix_len:
+        depth = req.extend_end // page * page
+    fork = req.mamba_branching_seqlen
+    return fork if fork is not None and req.prefix_len < fork < depth else depth
+
+
+def _turn(pool: Any, kv: Any) -> None:
+    """The buffer that this chunk writes becomes the one to keep, and decoding goes on in the other."""
+    kv.mamba_last_track_idx = kv.mamba_next_track_idx
+    if not pool.enable_mamba_extra_buffer_lazy:
+        kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from sglang_k3.testing import streams
 from sglang_k3.testing.bench_serving import BenchFailed, bench_serving, random_ids
-from sglang_k3.testing.server_process import ServerProcess, StartFailed
+from sglang_k3.testing.server_process import ServerProcess, StartFailed, draft_flags
 from sglang_k3.testing.streams import RequestFailed, Streamed
 from sglang_k3.training.tiny import SAMPLING
 
@@ -185,8 +185,8 @@ def run(model: Path, draft: Path | None, flags: list[str], console: Console) -> 
                 with _serving(model, flags, log, "the server", console) as server:
                     _show_all(server.url, model, console)
             else:
-                drafts = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)]
-                with _serving(model, [*flags, *drafts], log, "the server with its draft", console) as server:
+                drafting = [*flags, *draft_flags(draft)]
+                with _serving(model, drafting, log, "the server with its draft", console) as server:
                     _show_all(server.url, model, console)
                     other = Path(folder) / "plain.log"
                     with _serving(model, flags, other, "another one without", console) as plain:

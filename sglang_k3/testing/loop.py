@@ -73,7 +73,9 @@ class Loop:
             self.scheduler.process_input_requests(incoming)
 
     def _wait(self) -> None:
-        self._held.acquire()
+        # The thread of a failed loop is gone, and would be waited for in vain.
+        if self._failure is None:
+            self._held.acquire()
         if self._failure is not None:
             raise LoopFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
 
@@ -83,10 +85,12 @@ class Loop:
             self._go.release()
             self._wait()
 
-    def admit(self, rid: str, ids: Sequence[int], new_tokens: int, **sampling: Any) -> Any:
+    def admit(
+        self, rid: str, ids: Sequence[int], new_tokens: int, *, logprobs: bool = False, **sampling: Any
+    ) -> Any:
         """Hand in a request and let the turn pass that queues (and perhaps starts) it; SGLang's Req.
 
-        Greedy and deaf to end-of-sequence unless `sampling` says otherwise.
+        Greedy and deaf to end-of-sequence unless `sampling` says otherwise. logprobs: of the new tokens.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -111,7 +115,7 @@ class Loop:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=params,
-                return_logprob=False,
+                return_logprob=logprobs,
                 logprob_start_len=-1,
                 top_logprobs_num=0,
                 token_ids_logprob=None,
@@ -143,5 +147,5 @@ class Loop:
     def flush(self) -> None:
         """Empty the prefix cache; every request must have ended."""
         self.step(3)
-        if not self.scheduler.flush_cache():
+        if not self.scheduler.flush_cache(empty_cache=False):
             raise LoopFailed("the cache could not be flushed: a request is still running")

@@ -23,6 +23,11 @@ START_LIMIT_S = 300
 _STOP_LIMIT_S = 20
 
 
+def draft_flags(draft: Path) -> tuple[str, ...]:
+    """launch_server's flags that make it speculate with this DSpark draft."""
+    return ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
+
+
 class StartFailed(RuntimeError):
     """The server ended, or never became healthy; the message holds the end of its log."""
 

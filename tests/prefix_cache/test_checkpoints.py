@@ -1,4 +1,4 @@
-"""The depth of a kept state is the length of the key it is kept under."""
+"""Where a prefill chunk keeps its state: at a whole page, under the key of that depth."""
 
 from __future__ import annotations
 
@@ -9,37 +9,76 @@ from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry as E
 
 from sglang_k3.prefix_cache.checkpoints import prefill_checkpoint
 
+KIMI = "KimiK3ForConditionalGeneration"
 
-def choose(architecture: str, depth: int, page: int, track: bool = True):
-    request = SimpleNamespace(kv=SimpleNamespace(mamba_last_track_seqlen=None))
+
+def choose(
+    *, architecture: str = KIMI, start: int = 0, end: int = 0, prompt: int = 0, page: int = 16,
+    fork: int | None = None, stock: int | None = None, lazy: bool = False,
+):  # fmt: skip
+    """stock: the depth that SGLang keeps a state at, if it keeps one."""
+    kv = SimpleNamespace(mamba_last_track_seqlen=None, mamba_next_track_idx=0, mamba_last_track_idx=1)
+    request = SimpleNamespace(
+        kv=kv,
+        prefix_len=start,
+        extend_end=end,
+        full_untruncated_fill_ids=range(prompt or end),
+        mamba_branching_seqlen=fork,
+    )
+    pool = SimpleNamespace(
+        enable_mamba_extra_buffer_lazy=lazy, get_mamba_ping_pong_other_idx=lambda index: 1 - index
+    )
     batch = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])),
         tree_cache=SimpleNamespace(page_size=page),
+        req_to_token_pool=pool,
     )
 
-    def stock(batch, req):
-        req.kv.mamba_last_track_seqlen = depth
-        return Entry(track_mask=track, track_position=0, track_seqlen=depth + 1)
+    def original(batch, req):
+        position = kv.mamba_next_track_idx
+        if stock is not None:
+            kv.mamba_last_track_seqlen = stock
+            kv.mamba_last_track_idx, kv.mamba_next_track_idx = position, position if lazy else 1 - position
+        return Entry(track_mask=stock is not None, track_position=position, track_seqlen=(stock or -2) + 1)
 
-    return prefill_checkpoint(stock, batch, request), request
+    return prefill_checkpoint(original, batch, request), kv
 
 
 @pytest.mark.parametrize(
-    ("depth", "page", "kept"), [(64, 16, 64), (286, 16, 272), (286, 1, 286), (331, 128, 256)]
+    ("start", "end", "prompt", "page", "kept"),
+    [
+        (0, 100, 100, 16, 96),  # the deepest whole page
+        (0, 96, 96, 16, 80),  # not the end of the prompt, which a repetition could not use
+        (80, 96, 96, 16, 96),  # unless the page before is there already
+        (0, 16, 16, 16, 16),
+        (0, 96, 300, 16, 96),  # the end of a chunk in the middle
+        (30, 286, 600, 16, 272),  # a chunk that starts off a page
+        (0, 286, 286, 1, 285),
+        (222, 331, 400, 128, 256),
+    ],
 )
-def test_the_state_is_kept_at_a_whole_page(depth: int, page: int, kept: int) -> None:
-    entry, request = choose("KimiK3ForConditionalGeneration", depth, page)
-    assert entry.track_seqlen == kept
-    assert request.kv.mamba_last_track_seqlen == kept
+@pytest.mark.parametrize("stock", [None, 64])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_state_is_kept_at_the_deepest_whole_page(start, end, prompt, page, kept, stock, lazy) -> None:
+    entry, kv = choose(start=start, end=end, prompt=prompt, page=page, stock=stock, lazy=lazy)
+    assert entry == Entry(track_mask=True, track_position=0, track_seqlen=kept)
+    assert kv.mamba_last_track_seqlen == kept
+    assert (kv.mamba_last_track_idx, kv.mamba_next_track_idx) == (0, 0 if lazy else 1)
+
+
+@pytest.mark.parametrize(("fork", "kept"), [(48, 48), (96, 96), (112, 96), (16, 96), (None, 96)])
+def test_a_fork_inside_the_chunk_goes_first(fork, kept) -> None:
+    entry, kv = choose(start=16, end=100, fork=fork)
+    assert entry.track_seqlen == kv.mamba_last_track_seqlen == kept
+
+
+@pytest.mark.parametrize(("start", "end", "prompt"), [(0, 9, 9), (0, 15, 400), (96, 100, 100)])
+def test_less_than_a_page_keeps_nothing(start, end, prompt) -> None:
+    entry, kv = choose(start=start, end=end, prompt=prompt)
+    assert not entry.track_mask
+    assert kv.mamba_last_track_seqlen is None and kv.mamba_next_track_idx == 0
 
 
 def test_other_models_keep_sglangs_choice() -> None:
-    entry, request = choose("Qwen3NextForCausalLM", 286, 16)
-    assert entry.track_seqlen == 287
-    assert request.kv.mamba_last_track_seqlen == 286
-
-
-def test_an_untracked_chunk_stays_untracked() -> None:
-    entry, _ = choose("KimiLinearForCausalLM", 286, 16, track=False)
-    assert not entry.track_mask
-    assert entry.track_seqlen == 287
+    entry, kv = choose(architecture="Qwen3NextForCausalLM", end=100, stock=64)
+    assert (entry.track_seqlen, kv.mamba_last_track_seqlen) == (65, 64)

@@ -25,6 +25,17 @@ class Reply:
     finish: str
 
 
+def told(answer: dict[str, Any]) -> tuple:
+    """What two servers have to agree on: ids, logprobs, the runners-up, the reason of the end."""
+    meta = answer["meta_info"]
+    return (
+        answer["output_ids"],
+        [entry[0] for entry in meta["output_token_logprobs"]],
+        [[(value, token) for value, token, _ in place] for place in meta["output_top_logprobs"]],
+        meta["finish_reason"],
+    )
+
+
 class Server(ServerProcess):
     """The server that tests talk to; ended hard, since nothing of it is needed any more."""
 
@@ -77,6 +88,18 @@ class Server(ServerProcess):
         """Every prompt, `at_once` in flight, in the order given."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, tokens, **options), prompts))
+
+    def answer(self, ids: list[int], tokens: int, **sampling: Any) -> dict[str, Any]:
+        """What /generate answers, whole, with two runners-up a token; greedy unless `sampling` says else."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        response = self.post("/generate", body)
+        assert response.status_code == 200, response.text + self.tail()
+        return response.json()
 
     def flush(self) -> None:
         """Empties the prefix cache; waits while requests are still being retired."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
+from sglang_k3.testing.server_process import draft_flags
 from tests.server.conftest import TINY, Model
-from tests.server.harness import Server
+from tests.server.harness import Server, told
 
 FLAGS = ("--dtype", "float32", "--enable-deterministic-inference", "--max-running-requests", "8")
 FLAGS += ("--max-mamba-cache-size", "72", "--max-total-tokens", "32768", "--chunked-prefill-size", "256")
@@ -59,8 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 )
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculating") / "server.log"
-    flags = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
-    with Server(TINY, log, *FLAGS, *STRATEGIES[request.param], *flags) as server:
+    with Server(TINY, log, *FLAGS, *STRATEGIES[request.param], *draft_flags(DRAFT)) as server:
         yield server
 
 
@@ -72,40 +71,17 @@ def asked(request: pytest.FixtureRequest, trained_k3: Model) -> list[list[int]]:
     return trained_k3.prompts[:: 2 if request.param == "some prompts" else 1]
 
 
-def answer(server: Server, ids: list[int], tokens: int = TOKENS, **sampling: Any) -> dict[str, Any]:
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
-        "return_logprob": True,
-        "top_logprobs_num": 2,
-    }
-    response = server.post("/generate", body)
-    assert response.status_code == 200, response.text + server.tail()
-    return response.json()
-
-
-def told(reply: dict[str, Any]) -> tuple:
-    """What must be equal: ids, logprobs, the runners-up, the reason of the end."""
-    meta = reply["meta_info"]
-    return (
-        reply["output_ids"],
-        [entry[0] for entry in meta["output_token_logprobs"]],
-        [[(value, token) for value, token, _ in place] for place in meta["output_top_logprobs"]],
-        meta["finish_reason"],
-    )
-
-
 def test_greedy_tokens_and_logprobs_are_the_plain_servers_bit_for_bit(
     plain: Server, speculating: Server, asked: list[list[int]]
 ) -> None:
     """Alone, then eight at once and from the prefix cache."""
     speculating.flush()
-    want = [told(answer(plain, ids)) for ids in asked]
-    replies = [answer(speculating, ids) for ids in asked]
+    want = [told(plain.answer(ids, TOKENS)) for ids in asked]
+    replies = [speculating.answer(ids, TOKENS) for ids in asked]
     assert [told(reply) for reply in replies] == want
     assert all(reply["meta_info"]["spec_verify_ct"] > 0 for reply in replies)
     with ThreadPoolExecutor(8) as pool:
-        again = list(pool.map(lambda ids: answer(speculating, ids), asked))
+        again = list(pool.map(lambda ids: speculating.answer(ids, TOKENS), asked))
     assert [told(reply) for reply in again] == want
     assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in again) >= len(asked) // 3
 
@@ -115,9 +91,9 @@ def test_a_seeded_penalised_biased_or_bound_text_is_the_plain_servers(
     plain: Server, speculating: Server, asked: list[list[int]], kind: str
 ) -> None:
     prompts = [ids for ids in asked if 10 < len(ids) < 260][:4]
-    want = [told(answer(plain, ids, **SAMPLED[kind])) for ids in prompts]
+    want = [told(plain.answer(ids, TOKENS, **SAMPLED[kind])) for ids in prompts]
     with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(lambda ids: told(answer(speculating, ids, **SAMPLED[kind])), prompts))
+        got = list(pool.map(lambda ids: told(speculating.answer(ids, TOKENS, **SAMPLED[kind])), prompts))
     assert got == want
     assert len({tuple(ids) for ids, *_ in want}) == (1 if kind == "regex" else len(prompts))
 
@@ -134,14 +110,14 @@ def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
         for options in ({}, *SAMPLED.values())
         if (options.get("temperature", 0.0) > 0) == sampled and "top_k" not in options
     ]
-    want = [told(answer(plain, ids, **kind)) for kind in kinds]
+    want = [told(plain.answer(ids, TOKENS, **kind)) for kind in kinds]
     with ThreadPoolExecutor(len(kinds)) as pool:
-        got = list(pool.map(lambda kind: told(answer(speculating, ids, **kind)), kinds))
+        got = list(pool.map(lambda kind: told(speculating.answer(ids, TOKENS, **kind)), kinds))
     assert got == want and len(kinds) > 2
 
 
 def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: list[list[int]]) -> None:
-    metas = [answer(speculating, ids)["meta_info"] for ids in asked if len(ids) > 20]
+    metas = [speculating.answer(ids, TOKENS)["meta_info"] for ids in asked if len(ids) > 20]
     for meta in metas:
         assert meta["completion_tokens"] == TOKENS
         # The first token comes from the prefill.
@@ -153,6 +129,6 @@ def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: list[
 def test_a_full_pool_waits_and_every_request_is_served(speculating: Server, trained_k3: Model) -> None:
     prompts = [ids[:40] for ids in trained_k3.prompts if len(ids) >= 40] * 2
     with ThreadPoolExecutor(len(prompts)) as pool:
-        replies = list(pool.map(lambda ids: answer(speculating, ids, 20), prompts))
+        replies = list(pool.map(lambda ids: speculating.answer(ids, 20), prompts))
     half = len(prompts) // 2
     assert [told(reply) for reply in replies[:half]] == [told(reply) for reply in replies[half:]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
+from sglang_k3.testing.server_process import draft_flags
 from tests.server.conftest import TINY
 from tests.server.harness import Server
 
@@ -34,7 +35,7 @@ def test_a_draft_checkpoint_that_does_not_fit_names_the_tensor(fault: str, tmp_p
     server = Server(
         *(TINY, tmp_path / "log", "--dtype", "float32", "--max-total-tokens", "4096"),
         *("--max-running-requests", "2", "--max-mamba-cache-size", "16"),
-        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)),
+        *draft_flags(draft),
     )
     assert server.exit_code() != 0
     log = server.log.read_text()
@@ -59,7 +60,7 @@ def test_a_pool_without_room_for_one_request_is_refused_with_the_numbers(tmp_pat
         "--max-running-requests",
         "4",
     )
-    flags += ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
+    flags += draft_flags(draft)
     server = Server(TINY, tmp_path / "few", *flags, "--max-mamba-cache-size", "4")
     assert server.exit_code() != 0
     log = server.log.read_text()

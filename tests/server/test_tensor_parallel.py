@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_k3.models.reference import ReferenceModel
+from sglang_k3.testing.server_process import draft_flags
 from tests.server.conftest import Model
-from tests.server.harness import Server
+from tests.server.harness import Server, told
 from tests.server.margin import check
 
 NEW_TOKENS = 8
@@ -51,25 +53,12 @@ def test_speculation_on_two_ranks_changes_no_bit(
     to draw the same, else the ranks part and the next step hangs."""
     folder = tmp_path_factory.mktemp("ranks")
     draft = trained_k3.path.parent / "tiny-k3-dspark"
-    speculation = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft))
     prompts = [ids for ids in trained_k3.prompts if 10 < len(ids) < 400][:4]
-    bodies = [
-        {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": 40, **sampling}}
-        for ids in prompts
-        for sampling in ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5})
-    ]
-
-    def told(server: Server) -> list[tuple]:
-        replies = [server.post("/generate", body).json() for body in bodies]
-        return [(r["output_ids"], [e[0] for e in r["meta_info"]["output_token_logprobs"]]) for r in replies]
-
+    kinds: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "sampling_seed": 5})
     with Server(trained_k3.path, folder / "plain", *FLAGS, "--disable-overlap-schedule") as server:
-        want = told(server)
-    with Server(trained_k3.path, folder / "fast", *FLAGS, *speculation) as server:
-        assert told(server) == want
-        options = {"temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True}
-        drawn = [
-            server.post("/generate", {"input_ids": ids, "sampling_params": options}).json() for ids in prompts
-        ]
+        want = [told(server.answer(ids, 40, **kind)) for ids in prompts for kind in kinds]
+    with Server(trained_k3.path, folder / "fast", *FLAGS, *draft_flags(draft)) as server:
+        assert [told(server.answer(ids, 40, **kind)) for ids in prompts for kind in kinds] == want
+        drawn = [server.answer(ids, 64, temperature=1.0) for ids in prompts]
     assert [len(reply["output_ids"]) for reply in drawn] == [64] * len(prompts)
     assert all(reply["meta_info"]["spec_verify_ct"] < 63 for reply in drawn)

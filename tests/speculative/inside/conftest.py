@@ -10,6 +10,7 @@ import pytest
 
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
+from sglang_k3.testing.server_process import draft_flags
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
 
@@ -46,7 +47,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
         *("--model-path", str(TINY), "--dtype", "float32", "--enable-deterministic-inference"),
         *("--max-running-requests", "6", "--max-mamba-cache-size", "40", "--max-total-tokens", "4096"),
         *("--chunked-prefill-size", "128"),
-        *("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft)),
+        *draft_flags(draft),
         *STRATEGIES[os.environ["K3_STRATEGY"]],
     )
 

@@ -1,0 +1,244 @@
+"""KDA states in SGLang's radix tree: a hit is the deepest place where KV and a state exist.
+
+The tree, its nodes and locks, the ping-pong buffers and copy-on-write are SGLang's. Ours is what happens
+where SGLang gives up: a pool without a free slot means fewer hits and a line in the log, never the end of
+the server, and what a prompt lost is counted with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    zero_match_result,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer, MambaComponent
+
+from sglang_k3.broken_requests import is_broken
+from sglang_k3.prefix_cache.metrics import Metrics, Slots
+from sglang_k3.prefix_cache.outcome import Outcome, outcome_of
+
+logger = logging.getLogger(__name__)
+
+
+class NoSlot(Exception):
+    """Every slot of the state pool is in use, and no cached state may go."""
+
+
+class KDAStateComponent(MambaComponent):
+    """Registered for SGLang's MAMBA component; needs the Python tree core (SGLang takes it by itself for
+    components that are not its own)."""
+
+    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+        super().__init__(cache, params)
+        # Our kernels keep a state at any depth; only whole pages can be keys.
+        self.mamba_checkpoint_grid = params.page_size
+        cached = cache.req_to_token_pool.mamba_pool.mamba_cache
+        slot_bytes = sum(t.nbytes // t.shape[1] for t in (cached.temporal, *cached.conv))
+        labels = cache.metrics_collector.labels if params.enable_metrics else None
+        self.metrics = Metrics(labels, slot_bytes)
+        self._stripped: WeakSet[Any] = WeakSet()
+        """Nodes whose state was evicted and whose KV stayed."""
+
+    # --- a request starts --------------------------------------------------------------------------------
+
+    def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
+        """Notes what was found, and takes the slot that the found state is copied into."""
+        if not params.cow_mamba or params.req is None:
+            return super().finalize_match_result_in_cache(params, result)
+        outcome = self._outcome(params, result)
+        if self._state_at(result.best_match_node) is not None and not params.req.kv.holds_mamba:
+            slot = self.take_slot(result.best_match_node)
+            if slot is None:
+                self._say_full("a cached prefix of %d tokens is computed again", outcome.hit)
+                outcome = outcome.without_slot()
+                result = zero_match_result(self.cache, result, params.key.extra_key)
+            else:
+                params.req.kv.mamba_pool_idx = slot
+        if not params.req.retracted_stain:
+            params.req.prefix_outcome = outcome  # type: ignore[attr-defined]
+        return super().finalize_match_result_in_cache(params, result)
+
+    def reserve(self, req: Any) -> bool:
+        """Give a request every slot that it starts with, or none. The same slots are allocated and
+        admitted, so that no request is admitted and then left without.
+
+        Whatever a refused request holds is given back by `give_back`.
+        """
+        pool = self.cache.req_to_token_pool
+        # SGLang sets slots aside for matches of the whole queue; those are free for this request too.
+        pool.mamba_allocator.alloc_group_end()
+        if not req.kv.holds_mamba:
+            slot = self.take_slot(req.last_node)
+            if slot is None:
+                return self._must_wait(req)
+            req.kv.mamba_pool_idx = slot
+            req.kv.mamba_needs_clear = True
+        untracked = pool.enable_mamba_extra_buffer and req.kv.mamba_ping_pong_track_buffer is None
+        if untracked and not self._take_tracking_slots(req):
+            return self._must_wait(req)
+        return True
+
+    def give_back(self, req: Any, tracking: bool) -> None:
+        """Free the slots of a request that does not start after all, its prefix's copy with them. tracking:
+        its tracking buffers too. The slot of a session stays the session's."""
+        allocator = self.cache.req_to_token_pool.mamba_allocator
+        kv = req.kv
+        if tracking and kv.mamba_ping_pong_track_buffer is not None:
+            allocator.free(kv.mamba_ping_pong_track_buffer[kv.mamba_ping_pong_track_buffer >= 0])
+            kv.mamba_ping_pong_track_buffer = kv.mamba_ping_pong_empty = None
+            kv.mamba_next_track_idx = kv.mamba_last_track_idx = None
+        kv.mamba_cow_src_index, kv.mamba_needs_clear = None, False
+        if kv.holds_mamba and req.session is None:
+            allocator.free(kv.mamba_pool_idx.unsqueeze(0))
+            kv.mamba_pool_idx = None
+
+    def admitted(self, req: Any) -> None:
+        """Counts the request's outcome, once: not again when it comes back from a retraction."""
+        if not req.retracted_stain:
+            self.metrics.count(getattr(req, "prefix_outcome", Outcome()))
+        self._show_slots()
+
+    def take_slot(self, keep: int) -> torch.Tensor | None:
+        """A slot, [] int64, for which a cached state may go, but not node `keep`'s; None if none can."""
+        allocator = self.cache.req_to_token_pool.mamba_allocator
+        slots = allocator.alloc(1)
+        if slots is None:
+            self._make_room(1, keep)
+            slots = allocator.alloc(1)
+        return None if slots is None else slots[0]
+
+    def _take_tracking_slots(self, req: Any) -> bool:
+        pool = self.cache.req_to_token_pool
+        for _ in range(2):
+            try:
+                pool._alloc_ping_pong_buffer(req)
+            except AssertionError:  # SGLang's way to say that there are none
+                self._make_room(pool.mamba_initial_tracking_slots, req.last_node)
+            else:
+                return True
+        return False
+
+    def _make_room(self, count: int, keep: int) -> None:
+        """Evict cached states until so many slots are free, or none is left that may go."""
+        missing = count - self.cache.req_to_token_pool.mamba_allocator.schedulable_available_size()
+        lock = self.cache.inc_lock_ref(keep)
+        self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=max(0, missing)))
+        self.cache.dec_lock_ref(keep, lock.to_dec_params())
+
+    def _must_wait(self, req: Any) -> bool:
+        self.metrics.wait()
+        self._say_full("request %s waits", req.rid)
+        return False
+
+    # --- a request keeps a state -------------------------------------------------------------------------
+
+    def _alloc_mamba_slot(self, req: Any = None) -> torch.Tensor:
+        """Raises NoSlot where SGLang's would end the scheduler."""
+        try:
+            return super()._alloc_mamba_slot(req)
+        except AssertionError as error:
+            raise NoSlot from error
+
+    def prepare_for_caching_req(
+        self, req: Any, insert_params: InsertParams, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        """The depth of the state that goes into the tree; 0 where no slot can take its place."""
+        try:
+            return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
+        except NoSlot:
+            self.metrics.skip()
+            self._say_full("the state of request %s is not kept", req.rid)
+            return 0
+
+    def cleanup_after_caching_req(
+        self,
+        req: Any,
+        is_finished: bool,
+        insert_result: InsertResult | None = None,
+        insert_params: InsertParams | None = None,
+    ) -> None:
+        if is_finished and is_broken(req):
+            self._scrub(req.kv)
+        super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
+        self._show_slots()
+
+    def _scrub(self, kv: Any) -> None:
+        """Zero the slots that a request with NaN in its state gives back."""
+        owned = [kv.mamba_pool_idx.view(1)] if kv.holds_mamba else []
+        if kv.mamba_ping_pong_track_buffer is not None:
+            owned.append(kv.mamba_ping_pong_track_buffer[kv.mamba_ping_pong_track_buffer >= 0])
+        pool = self.cache.req_to_token_pool
+        for slots in owned:
+            pool.mamba_pool.clear_slots(pool.translate_mamba_indices(slots))
+
+    def commit_insert_component_data(self, node: Any, *rest: Any, **named: Any) -> None:
+        super().commit_insert_component_data(node, *rest, **named)
+        self._stripped.discard(node)
+
+    # --- a state goes ------------------------------------------------------------------------------------
+
+    def evict_component(
+        self,
+        node: Any,
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
+        held = node.component_data[self.component_type].value is not None
+        freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        if held and node.component_data[self.component_type].value is None:
+            self._stripped.add(node)
+        return freed
+
+    # --- what is told about it ---------------------------------------------------------------------------
+
+    def _state_at(self, node: int) -> torch.Tensor | None:
+        return self.tree_core.get_component_device_value(node, self.component_type)
+
+    def _outcome(self, params: MatchPrefixParams, result: MatchResult) -> Outcome:
+        hit, kv = result.device_prefix_len, result.full_kv_hit_length
+        page = self.cache.page_size
+        key = params.key.page_aligned(page)
+        node, depth, evicted_to = self.tree_core.node_by_id(result.best_match_node), hit, hit
+        while depth < kv:
+            node = node.children.get(key.child_key_at(depth, page))
+            if node is None:
+                break
+            depth += len(node.key)
+            if depth <= kv and node in self._stripped:
+                evicted_to = depth
+        return outcome_of(kv, hit, self.mamba_checkpoint_grid, evicted_to)
+
+    def _show_slots(self) -> None:
+        self.metrics.show(self.slots)
+
+    def slots(self) -> Slots:
+        """Every slot of the pool by who has it."""
+        pool = self.cache.req_to_token_pool
+        free = pool.mamba_allocator.available_size()
+        cached = self.cache.mamba_evictable_size() + self.cache.mamba_protected_size()
+        # Row 0 of the request table stands for padding and is never handed out.
+        running = pool.size - pool.available_size()
+        total = cast(int, pool.mamba_pool.size)
+        return Slots(running=running, cached=cached, held=total - free - cached - running, free=free)
+
+    def _say_full(self, consequence: str, *values: object) -> None:
+        """One line for each time the pool runs full, not for each request that feels it."""
+        slots = self.slots()
+        if self.metrics.should_say():
+            logger.warning(
+                "No free KDA state slot: " + consequence + ". %s. More with --max-mamba-cache-size.",
+                *values,
+                slots,
+            )

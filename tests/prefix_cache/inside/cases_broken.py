@@ -1,0 +1,52 @@
+"""NaN in one request's state: it ends with an error, the others do not notice, and nothing is kept of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+
+def spoil(loop, request):
+    cache = loop.scheduler.req_to_token_pool.mamba_pool.mamba_cache
+    cache.temporal[:, int(request.kv.mamba_pool_idx)] = math.nan
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "sampling_seed": 3}])
+def test_a_request_with_nan_in_its_state_ends_alone(loop, told, prompt, states, sampling):
+    stays, breaks = prompt(60, seed=1), prompt(70, seed=2)
+    alone, _ = told(stays, 40)
+    loop.flush()
+    staying = loop.admit("staying", stays, 40, logprobs=True)
+    victim = loop.admit("victim", breaks, 300, logprobs=True, **sampling)
+    while len(victim.output_ids) < 4:
+        loop.step()
+    spoil(loop, victim)
+    loop.finish(staying, victim)
+    written = tuple(staying.output_ids), tuple(staying.logprob.output_token_logprobs_val)
+    assert written == alone
+    reason = victim.finished_reason.to_json()
+    assert reason["type"] == "abort" and reason["status_code"] == 500
+    assert "not finite" in reason["message"]
+    assert len(victim.output_ids) < 30
+    temporal = loop.scheduler.req_to_token_pool.mamba_pool.mamba_cache.temporal
+    assert temporal.isfinite().all(), "a slot still holds NaN"
+    # What its prompt had stored before stays good; nothing behind it was added.
+    again, hit = told([*breaks, *prompt(5, seed=3)], 8)
+    loop.flush()
+    assert (again, 0) == told([*breaks, *prompt(5, seed=3)], 8)
+    assert hit <= 70
+
+
+def test_nan_in_the_middle_of_a_prompt_is_never_stored(loop, told, prompt):
+    """Chunks of 256: the second one starts from a spoilt state."""
+    ids = prompt(600, seed=4)
+    cold, _ = told(ids, 4)
+    loop.flush()
+    victim = loop.admit("victim", ids, 4)
+    spoil(loop, victim)
+    loop.finish(victim)
+    assert victim.finished_reason.to_json()["status_code"] == 500
+    again, hit = told(ids, 4)
+    assert again == cold
+    assert hit <= 256

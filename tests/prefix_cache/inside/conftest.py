@@ -1,0 +1,88 @@
+"""One scheduler for all cases of a process: SGLang keeps one configuration a process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_k3.prefix_cache.admission import states_of
+from sglang_k3.prefix_cache.component import KDAStateComponent
+from sglang_k3.testing.loop import Loop
+from sglang_k3.testing.server_process import draft_flags
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+STRATEGIES = {
+    "extra_buffer": ("--page-size", "16", "--mamba-track-interval", "64"),
+    "no_buffer": (
+        *("--page-size", "1", "--mamba-radix-cache-strategy", "no_buffer"),
+        "--disable-overlap-schedule",
+    ),
+    "lazy": (
+        *("--page-size", "16", "--mamba-track-interval", "64"),
+        *("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
+    ),
+}
+Prompt = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session")
+def loop() -> Loop:
+    """The trained tiny K3 in exact mode; with its draft where K3_DRAFT is set. 12 slots, of which a running
+    request has 3: states are evicted all the time."""
+    flags = (
+        *("--model-path", str(EXAMPLES / "tiny-k3"), "--dtype", "float32"),
+        *("--enable-deterministic-inference", "--max-running-requests", "2"),
+        *("--max-mamba-cache-size", "12", "--max-total-tokens", "2048"),
+        *("--chunked-prefill-size", "256"),
+        *STRATEGIES[os.environ["K3_STRATEGY"]],
+    )
+    return Loop(*flags, *(draft_flags(EXAMPLES / "tiny-k3-dspark") if "K3_DRAFT" in os.environ else ()))
+
+
+@pytest.fixture
+def states(loop: Loop) -> KDAStateComponent:
+    found = states_of(loop.scheduler.tree_cache)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def clean(loop: Loop) -> Iterator[None]:
+    """Each case starts from an empty cache and leaves no request behind, and no slot."""
+    loop.flush()
+    yield
+    for request in list(loop.scheduler.running_batch.reqs) + list(loop.scheduler.waiting_queue):
+        loop.abort(request.rid)
+    loop.step(5)
+    loop.flush()
+    allocator = loop.scheduler.req_to_token_pool.mamba_allocator
+    assert sorted(allocator.free_slots.tolist()) == list(range(1, allocator.size + 1)), "a slot leaked"
+
+
+@pytest.fixture
+def prompt() -> Prompt:
+    """A prompt of so many tokens; another seed, another prompt."""
+
+    def make(length: int, seed: int = 0) -> list[int]:
+        draw = random.Random(f"{length if seed < 0 else 0} {seed}")
+        return [draw.randrange(1500) for _ in range(length)]
+
+    return make
+
+
+@pytest.fixture
+def told(loop: Loop) -> Callable[..., tuple]:
+    """(tokens, logprobs) of one request, and the tokens of its prompt that were cached."""
+
+    def run(ids: list[int], tokens: int = 6, **sampling: Any) -> tuple[tuple, int]:
+        request = loop.admit(f"r{random.random()}", ids, tokens, logprobs=True, **sampling)
+        loop.finish(request)
+        written = tuple(request.output_ids), tuple(request.logprob.output_token_logprobs_val)
+        return written, request.cached_tokens
+
+    return run
