@@ -116,8 +116,8 @@ def real_width(work: Path) -> Model:
         unpacked(packed, work / "slice-dense"),
         _DTYPE,
         "Random weights: one KDA layer at the published widths (7168, 96 heads of 128) with 64 of 896 "
-        "experts, behind one MLA layer with a narrow dense MLP. It shows what a layer costs; a server step has 93 "
-        "of them, so the fixed cost of a step weighs too much here, and few rows reach one expert.",
+        "experts, behind one MLA layer with a narrow dense MLP. It shows what a layer costs; a server step "
+        "has 93 of them, so the fixed cost of a step weighs too much here, and few rows reach one expert.",
         ((random_ids(128, 16), 1, 4), (random_ids(128, 16), 8, 8)),
     )
 

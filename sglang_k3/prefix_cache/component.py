@@ -21,7 +21,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     zero_match_result,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import EvictLayer, MambaComponent
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_k3.broken_requests import is_broken
 from sglang_k3.prefix_cache.metrics import Metrics, Slots
@@ -42,7 +44,8 @@ class KDAStateComponent(MambaComponent):
         super().__init__(cache, params)
         # Our kernels keep a state at any depth; only whole pages can be keys.
         self.mamba_checkpoint_grid = params.page_size
-        cached = cache.req_to_token_pool.mamba_pool.mamba_cache
+        self.pool = cast(HybridReqToTokenPool, params.req_to_token_pool)
+        cached = self.pool.mamba_pool.mamba_cache
         slot_bytes = sum(t.nbytes // t.shape[1] for t in (cached.temporal, *cached.conv))
         labels = cache.metrics_collector.labels if params.enable_metrics else None
         self.metrics = Metrics(labels, slot_bytes)
@@ -74,7 +77,7 @@ class KDAStateComponent(MambaComponent):
 
         Whatever a refused request holds is given back by `give_back`.
         """
-        pool = self.cache.req_to_token_pool
+        pool = self.pool
         # SGLang sets slots aside for matches of the whole queue; those are free for this request too.
         pool.mamba_allocator.alloc_group_end()
         if not req.kv.holds_mamba:
@@ -91,7 +94,7 @@ class KDAStateComponent(MambaComponent):
     def give_back(self, req: Any, tracking: bool) -> None:
         """Free the slots of a request that does not start after all, its prefix's copy with them. tracking:
         its tracking buffers too. The slot of a session stays the session's."""
-        allocator = self.cache.req_to_token_pool.mamba_allocator
+        allocator = self.pool.mamba_allocator
         kv = req.kv
         if tracking and kv.mamba_ping_pong_track_buffer is not None:
             allocator.free(kv.mamba_ping_pong_track_buffer[kv.mamba_ping_pong_track_buffer >= 0])
@@ -110,7 +113,7 @@ class KDAStateComponent(MambaComponent):
 
     def take_slot(self, keep: int) -> torch.Tensor | None:
         """A slot, [] int64, for which a cached state may go, but not node `keep`'s; None if none can."""
-        allocator = self.cache.req_to_token_pool.mamba_allocator
+        allocator = self.pool.mamba_allocator
         slots = allocator.alloc(1)
         if slots is None:
             self._make_room(1, keep)
@@ -118,7 +121,7 @@ class KDAStateComponent(MambaComponent):
         return None if slots is None else slots[0]
 
     def _take_tracking_slots(self, req: Any) -> bool:
-        pool = self.cache.req_to_token_pool
+        pool = self.pool
         for _ in range(2):
             try:
                 pool._alloc_ping_pong_buffer(req)
@@ -130,7 +133,7 @@ class KDAStateComponent(MambaComponent):
 
     def _make_room(self, count: int, keep: int) -> None:
         """Evict cached states until so many slots are free, or none is left that may go."""
-        missing = count - self.cache.req_to_token_pool.mamba_allocator.schedulable_available_size()
+        missing = count - self.pool.mamba_allocator.schedulable_available_size()
         lock = self.cache.inc_lock_ref(keep)
         self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=max(0, missing)))
         self.cache.dec_lock_ref(keep, lock.to_dec_params())
@@ -177,7 +180,7 @@ class KDAStateComponent(MambaComponent):
         owned = [kv.mamba_pool_idx.view(1)] if kv.holds_mamba else []
         if kv.mamba_ping_pong_track_buffer is not None:
             owned.append(kv.mamba_ping_pong_track_buffer[kv.mamba_ping_pong_track_buffer >= 0])
-        pool = self.cache.req_to_token_pool
+        pool = self.pool
         for slots in owned:
             pool.mamba_pool.clear_slots(pool.translate_mamba_indices(slots))
 
@@ -204,16 +207,21 @@ class KDAStateComponent(MambaComponent):
     # --- what is told about it ---------------------------------------------------------------------------
 
     def _state_at(self, node: int) -> torch.Tensor | None:
-        return self.tree_core.get_component_device_value(node, self.component_type)
+        return self._tree.get_component_device_value(node, self.component_type)
+
+    @property
+    def _tree(self) -> UnifiedTreeCore:
+        """The Python tree core, which lends out its nodes."""
+        return cast(UnifiedTreeCore, self.tree_core)
 
     def _outcome(self, params: MatchPrefixParams, result: MatchResult) -> Outcome:
         hit, kv = result.device_prefix_len, result.full_kv_hit_length
         page = self.cache.page_size
         key = params.key.page_aligned(page)
-        node, depth, evicted_to = self.tree_core.node_by_id(result.best_match_node), hit, hit
+        node, depth, evicted_to = self._tree.node_by_id(result.best_match_node), hit, hit
         while depth < kv:
             node = node.children.get(key.child_key_at(depth, page))
-            if node is None:
+            if node is None or node.key is None:
                 break
             depth += len(node.key)
             if depth <= kv and node in self._stripped:
@@ -225,12 +233,12 @@ class KDAStateComponent(MambaComponent):
 
     def slots(self) -> Slots:
         """Every slot of the pool by who has it."""
-        pool = self.cache.req_to_token_pool
+        pool = self.pool
         free = pool.mamba_allocator.available_size()
         cached = self.cache.mamba_evictable_size() + self.cache.mamba_protected_size()
         # Row 0 of the request table stands for padding and is never handed out.
         running = pool.size - pool.available_size()
-        total = cast(int, pool.mamba_pool.size)
+        total = pool.mamba_pool.size
         return Slots(running=running, cached=cached, held=total - free - cached - running, free=free)
 
     def _say_full(self, consequence: str, *values: object) -> None:

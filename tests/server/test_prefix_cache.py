@@ -103,7 +103,7 @@ def test_sglangs_sessions_go_on_where_they_were(server: Server, prompts: list[li
     def turn(ids: list[int], parent: str | None) -> dict[str, Any]:
         body = {
             "input_ids": ids,
-            "session_params": {"id": session, "rid": parent, "offset": -1, "replace": True},
+            "session_params": {"id": session, "rid": parent},
             "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
         }
         return server.post("/generate", body).json()
