@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml
 # bfloat16, as the checkpoint is stored. Room for 16 requests and their cached prefixes: it would take most of the
 # machine's memory otherwise. The parsers split an answer of the chat interface into reasoning, text and tool calls.
 FLAGS := --model-path examples/tiny-k3 --device cpu --dtype bfloat16 --page-size 16 \
-	--max-running-requests 16 --max-mamba-cache-size 128 --max-total-tokens 32768 \
+	--max-running-requests 16 --max-mamba-cache-size 128 --max-total-tokens 32768 --mamba-track-interval 64 \
 	--reasoning-parser kimi_k3 --tool-call-parser kimi_k3
 
 serve: $(STAMP)

@@ -18,10 +18,10 @@ LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 95, 97, 128, 200, 256, 333, 512, 513
 
 
 def must_hit(length: int) -> bool:
-    """Whether a prompt sent twice has to find a state in the cache.
+    """Whether a prompt sent twice has to find a state in the cache, whatever the strategy.
 
-    A chunk keeps a state at its last multiple of 64 tokens, and a prompt's last token is never taken from
-    the cache: a prompt that ends on the grid may have kept no state but the one at its very end.
+    With buffers one is kept at the last whole page; without them one stands where each chunk ended. A
+    prompt's last token is never taken from the cache.
     """
     return length > 128 and length % 64 != 0
 

@@ -27,7 +27,8 @@ for arguments in json.load(sys.stdin):
     try:
         server_args = prepare_server_args(arguments)
         server_args.resolve_once()
-        results.append(["ok", resolving_view(server_args).attention_backend])
+        view = resolving_view(server_args)
+        results.append(["ok", view.attention_backend, view.radix_cache_backend])
     except (ValueError, AssertionError) as error:
         results.append(["refused", str(error)])
 print("RESULTS" + json.dumps(results))
@@ -61,14 +62,17 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("--dtype", "float32", *SPECULATE, "{unknown_field}"), "k3", ("unknown field surprise",)),
     (("--dtype", "float32", *SPECULATE, "{qwen3}"), "k3", ("DSparkDraftModel",)),
     ((*SPECULATE, "{fits}"), "qwen3", ("DSPARK on the CPU platform", "Kimi models only")),
+    (("--radix-cache-backend", "k3"), "qwen3", ("--radix-cache-backend k3", "Kimi models only")),
     ((), "vision", ("language_model_only",)),
     ((), "k3", ("float16", "--dtype float32")),
 )
-ACCEPTED: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("--dtype", "float32"), "k3", "k3_cpu"),
-    (("--attention-backend", "k3_cpu", "--dtype", "bfloat16"), "k3", "k3_cpu"),
-    ((*EXACT, "--dtype", "float32"), "k3", "k3_cpu"),
-    ((), "qwen3", "torch_native"),
+# Flags, on which checkpoint, and the attention backend and prefix cache that it gets.
+ACCEPTED: tuple[tuple[tuple[str, ...], str, tuple[str, str | None]], ...] = (
+    (("--dtype", "float32"), "k3", ("k3_cpu", "k3")),
+    (("--attention-backend", "k3_cpu", "--dtype", "bfloat16"), "k3", ("k3_cpu", "k3")),
+    (("--dtype", "bfloat16", "--radix-cache-backend", "sglang"), "k3", ("k3_cpu", "sglang")),
+    ((*EXACT, "--dtype", "float32"), "k3", ("k3_cpu", "k3")),
+    ((), "qwen3", ("torch_native", None)),
 )
 
 
@@ -113,7 +117,7 @@ def drafts(checkpoints: Path) -> dict[str, Path]:
     }
 
 
-def resolve(cases: list[list[str]], env: dict[str, str] | None = None) -> list[tuple[str, str]]:
+def resolve(cases: list[list[str]], env: dict[str, str] | None = None) -> list[tuple[str, ...]]:
     done = subprocess.run(
         [sys.executable, "-c", RESOLVER],
         input=json.dumps(cases),
@@ -153,7 +157,7 @@ def test_a_ragged_verify_is_refused(models: dict[str, Path], drafts: dict[str, P
 
 def test_each_model_gets_its_backend(models: dict[str, Path]) -> None:
     results = resolve([arguments(models[model], flags) for flags, model, _ in ACCEPTED])
-    assert results == [("ok", backend) for _, _, backend in ACCEPTED]
+    assert results == [("ok", *backends) for _, _, backends in ACCEPTED]
 
 
 def test_a_kimi_model_without_the_plugin_is_refused(models: dict[str, Path]) -> None:

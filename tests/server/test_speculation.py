@@ -29,7 +29,8 @@ STRATEGIES = {
     ),
 }
 IN_TEST = ("extra_buffer",)
-TOKENS = 56
+# New tokens of each answer.
+TOKENS, ALL_TOKENS = 56, 200
 SAMPLED = {
     "seeded": {"temperature": 0.9, "sampling_seed": 7},
     "top-k and top-p": {"temperature": 1.1, "top_k": 40, "top_p": 0.9, "sampling_seed": 8},
@@ -66,34 +67,36 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(
     scope="module", params=["some prompts", pytest.param("all prompts", marks=pytest.mark.verify)]
 )
-def asked(request: pytest.FixtureRequest, trained_k3: Model) -> list[list[int]]:
-    """Prompts of 1 to 1,500 tokens; every other one in `make test`."""
-    return trained_k3.prompts[:: 2 if request.param == "some prompts" else 1]
+def asked(request: pytest.FixtureRequest, trained_k3: Model) -> tuple[list[list[int]], int]:
+    """Prompts of 1 to 1,500 tokens, every other one in `make test`; and how many tokens each is answered."""
+    every = request.param == "all prompts"
+    return trained_k3.prompts[:: 1 if every else 2], ALL_TOKENS if every else TOKENS
 
 
 def test_greedy_tokens_and_logprobs_are_the_plain_servers_bit_for_bit(
-    plain: Server, speculating: Server, asked: list[list[int]]
+    plain: Server, speculating: Server, asked: tuple[list[list[int]], int]
 ) -> None:
     """Alone, then eight at once and from the prefix cache."""
+    prompts, tokens = asked
     speculating.flush()
-    want = [told(plain.answer(ids, TOKENS)) for ids in asked]
-    replies = [speculating.answer(ids, TOKENS) for ids in asked]
+    want = [told(plain.answer(ids, tokens)) for ids in prompts]
+    replies = [speculating.answer(ids, tokens) for ids in prompts]
     assert [told(reply) for reply in replies] == want
     assert all(reply["meta_info"]["spec_verify_ct"] > 0 for reply in replies)
     with ThreadPoolExecutor(8) as pool:
-        again = list(pool.map(lambda ids: speculating.answer(ids, TOKENS), asked))
+        again = list(pool.map(lambda ids: speculating.answer(ids, tokens), prompts))
     assert [told(reply) for reply in again] == want
-    assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in again) >= len(asked) // 3
+    assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in again) >= len(prompts) // 3
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_seeded_penalised_biased_or_bound_text_is_the_plain_servers(
-    plain: Server, speculating: Server, asked: list[list[int]], kind: str
+    plain: Server, speculating: Server, asked: tuple[list[list[int]], int], kind: str
 ) -> None:
-    prompts = [ids for ids in asked if 10 < len(ids) < 260][:4]
-    want = [told(plain.answer(ids, TOKENS, **SAMPLED[kind])) for ids in prompts]
+    prompts, tokens = [ids for ids in asked[0] if 10 < len(ids) < 260][:4], asked[1]
+    want = [told(plain.answer(ids, tokens, **SAMPLED[kind])) for ids in prompts]
     with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(lambda ids: told(speculating.answer(ids, TOKENS, **SAMPLED[kind])), prompts))
+        got = list(pool.map(lambda ids: told(speculating.answer(ids, tokens, **SAMPLED[kind])), prompts))
     assert got == want
     assert len({tuple(ids) for ids, *_ in want}) == (1 if kind == "regex" else len(prompts))
 
@@ -116,8 +119,8 @@ def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
     assert got == want and len(kinds) > 2
 
 
-def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: list[list[int]]) -> None:
-    metas = [speculating.answer(ids, TOKENS)["meta_info"] for ids in asked if len(ids) > 20]
+def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: tuple[list[list[int]], int]) -> None:
+    metas = [speculating.answer(ids, TOKENS)["meta_info"] for ids in asked[0] if len(ids) > 20]
     for meta in metas:
         assert meta["completion_tokens"] == TOKENS
         # The first token comes from the prefill.

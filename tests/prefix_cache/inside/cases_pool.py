@@ -105,6 +105,8 @@ def test_a_state_evicted_from_under_its_kv_costs_tokens_and_no_text(loop, told, 
     assert gained["hit"] == hit
 
 
+# tests/server/test_prefix_cache.py has the same on a real server, with one strategy.
+@pytest.mark.verify
 def test_more_sessions_than_the_pool_has_states_for(loop, told, prompt):
     """Eight sessions of six turns, one turn of each after the other; every third turn edits the middle."""
 

@@ -27,6 +27,12 @@ STRATEGIES = {
         *("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
     ),
 }
+# One request's worth of slots, and a pool with one state for each path.
+STRATEGIES["one request"] = (
+    *STRATEGIES["extra_buffer"],
+    *("--max-running-requests", "1", "--max-mamba-cache-size", "5"),
+)
+STRATEGIES["one state a path"] = (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1")
 Prompt = Callable[..., list[int]]
 
 
