@@ -135,6 +135,17 @@ class Loop:
         self._incoming.append(AbortReq(rid=rid))
         self.step()
 
+    def retract(self) -> None:
+        """A turn in which the scheduler takes running requests back into the queue, as for want of memory."""
+        from sglang.srt.managers import scheduler as module
+
+        before = module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL
+        module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = True, 1
+        try:
+            self.step()
+        finally:
+            module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = before
+
     def finish(self, *requests: Any, limit: int = 5000) -> None:
         """Turns until these have ended and their results are in. Raises LoopFailed after `limit` turns."""
         for _ in range(limit):

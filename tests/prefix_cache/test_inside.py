@@ -1,14 +1,12 @@
-"""Runs the cases of `inside/`, each strategy in a process of its own (SGLang keeps one configuration a
-process)."""
+"""Runs the cases of `inside/` under the real scheduler, each strategy in a process of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.inside import run_cases
 
 INSIDE = Path(__file__).parent / "inside"
 
@@ -30,19 +28,11 @@ FULL = {
 WITHOUT_ROOM = "fuzz or broken or fail_once or longer_than"
 
 
-def run(settings: dict[str, str], chosen: str, names: str = "") -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_files=cases_*.py"]
-    command += ["-m", chosen, "-k", names, str(INSIDE)]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-
-
 def test_cases_inside_the_scheduler() -> None:
-    run({"K3_STRATEGY": "extra_buffer"}, "not verify")
+    run_cases(INSIDE, {"K3_STRATEGY": "extra_buffer"})
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("name", FULL)
 def test_all_cases_of_each_strategy(name: str) -> None:
-    run(FULL[name], "verify or not verify", WITHOUT_ROOM if name.startswith("one ") else "")
+    run_cases(INSIDE, FULL[name], "verify or not verify", WITHOUT_ROOM if name.startswith("one ") else "")

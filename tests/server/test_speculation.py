@@ -119,7 +119,9 @@ def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
     assert got == want and len(kinds) > 2
 
 
-def test_the_answer_says_how_much_was_accepted(speculating: Server, asked: tuple[list[list[int]], int]) -> None:
+def test_the_answer_says_how_much_was_accepted(
+    speculating: Server, asked: tuple[list[list[int]], int]
+) -> None:
     metas = [speculating.answer(ids, TOKENS)["meta_info"] for ids in asked[0] if len(ids) > 20]
     for meta in metas:
         assert meta["completion_tokens"] == TOKENS

@@ -82,14 +82,7 @@ class Life:
             self.leaving.append(self.running.pop(name)[0])
 
     def retract(self) -> None:
-        from sglang.srt.managers import scheduler as module
-
-        before = module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL
-        module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = True, 1
-        try:
-            self.loop.step()
-        finally:
-            module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = before
+        self.loop.retract()
 
     def evict_states(self, count: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams

@@ -14,25 +14,17 @@ from sglang_k3.prefix_cache.admission import states_of
 from sglang_k3.prefix_cache.component import KDAStateComponent
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.server_process import draft_flags
+from tests.inside import STRATEGIES
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-STRATEGIES = {
-    "extra_buffer": ("--page-size", "16", "--mamba-track-interval", "64"),
-    "no_buffer": (
-        *("--page-size", "1", "--mamba-radix-cache-strategy", "no_buffer"),
-        "--disable-overlap-schedule",
-    ),
-    "lazy": (
-        *("--page-size", "16", "--mamba-track-interval", "64"),
-        *("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
-    ),
-}
 # One request's worth of slots, and a pool with one state for each path.
-STRATEGIES["one request"] = (
-    *STRATEGIES["extra_buffer"],
-    *("--max-running-requests", "1", "--max-mamba-cache-size", "5"),
-)
-STRATEGIES["one state a path"] = (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1")
+FLAGS = STRATEGIES | {
+    "one request": (
+        *STRATEGIES["extra_buffer"],
+        *("--max-running-requests", "1", "--max-mamba-cache-size", "5"),
+    ),
+    "one state a path": (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1"),
+}
 Prompt = Callable[..., list[int]]
 
 
@@ -45,7 +37,7 @@ def loop() -> Loop:
         *("--enable-deterministic-inference", "--max-running-requests", "2"),
         *("--max-mamba-cache-size", "12", "--max-total-tokens", "2048"),
         *("--chunked-prefill-size", "256"),
-        *STRATEGIES[os.environ["K3_STRATEGY"]],
+        *FLAGS[os.environ["K3_STRATEGY"]],
     )
     return Loop(*flags, *(draft_flags(EXAMPLES / "tiny-k3-dspark") if "K3_DRAFT" in os.environ else ()))
 

@@ -77,12 +77,7 @@ def test_retraction_and_resumption_change_no_text(loop, prompt):
             and len(running.reqs) >= 2
             and min(len(r.output_ids) for r in running.reqs) > 5 * (retracted + 1)
         ):
-            from sglang.srt.managers import scheduler as module
-
-            module.TEST_RETRACT, before = True, module.TEST_RETRACT
-            module.TEST_RETRACT_INTERVAL, interval = 1, module.TEST_RETRACT_INTERVAL
-            loop.step()
-            module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = before, interval
+            loop.retract()
             retracted += 1
     loop.step(3)
     assert retracted >= 2

@@ -77,12 +77,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def retract(self) -> None:
-        from sglang.srt.managers import scheduler as module
-
-        before = module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL
-        module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = True, 1
-        self.loop.step()
-        module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = before
+        self.loop.retract()
 
     @invariant()
     def rows_and_slots_have_one_owner(self) -> None:

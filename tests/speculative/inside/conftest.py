@@ -11,23 +11,9 @@ import pytest
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
 from sglang_k3.testing.server_process import draft_flags
+from tests.inside import STRATEGIES
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
-
-STRATEGIES = {
-    "extra_buffer": ("--page-size", "16", "--mamba-track-interval", "64"),
-    "no_buffer": (
-        "--page-size",
-        "1",
-        "--mamba-radix-cache-strategy",
-        "no_buffer",
-        "--disable-overlap-schedule",
-    ),
-    "lazy": (
-        *("--page-size", "16", "--mamba-track-interval", "64"),
-        *("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
-    ),
-}
 
 
 @pytest.fixture(scope="session")
