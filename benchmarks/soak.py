@@ -210,7 +210,8 @@ def soak(minutes: float, console: Console) -> Report:
 
 def markdown(report: Report) -> str:
     rows = "\n".join(
-        f"| {number} | {t.requests} | {t.ttft_ms:.0f} / {t.ttft_p99_ms:.0f} | {t.tpot_ms:.1f} / {t.tpot_p99_ms:.1f} |"
+        f"| {number} | {t.requests} | {t.ttft_ms:.0f} / {t.ttft_p99_ms:.0f} "
+        f"| {t.tpot_ms:.1f} / {t.tpot_p99_ms:.1f} |"
         for number, t in enumerate(report.thirds, 1)
     )
     lost = ", ".join(f"{tokens} {reason.replace('_', ' ')}" for reason, tokens in report.lost_tokens.items())
@@ -233,7 +234,7 @@ that nothing breaks or grows; its times are a tiny model's.
 - Prompt tokens from the cache: {report.hit_share:.0%}. Lost for want of a state: {lost}.
 - Requests waited for a slot {report.waits} times; {report.skips} states were not kept for want of one.
 - Resident memory: {memory[0]:.0f} MiB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at the end.
-- Behind the last answer the cache could {"" if report.emptied else "NOT "}be emptied: no request held anything.
+- Behind the last answer the cache could {"" if report.emptied else "NOT "}be emptied.
 """
 
 

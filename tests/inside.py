@@ -1,4 +1,5 @@
-"""Runs the cases of an `inside/` folder in a process of their own: SGLang keeps one configuration a process."""
+"""Runs the cases of an `inside/` folder, each kind in a process of its own, since SGLang keeps one
+configuration a process."""
 
 from __future__ import annotations
 
