@@ -46,7 +46,8 @@ class Proposer:
             if temperatures is None:
                 previous = likeliest
             else:
-                greedy = temperatures[:, 0] <= 0
+                # A request whose numbers broke drafts once more before it ends; nothing is drawn from NaN.
+                greedy = (temperatures[:, 0] <= 0) | ~logits.isfinite().all(-1)
                 probs = torch.softmax(logits.float() / temperatures.clamp(min=1e-5), -1)
                 certain = torch.nn.functional.one_hot(likeliest, probs.shape[1]).to(probs.dtype)
                 probs = torch.where(greedy.unsqueeze(1), certain, probs)
