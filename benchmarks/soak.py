@@ -118,8 +118,9 @@ class Load:
         while self.elapsed < self.seconds:
             try:
                 ids = streams.generate_ids(self.url, _CANARY, _GREEDY).ids
-            except streams.RequestFailed as error:
+            except (streams.RequestFailed, requests.RequestException) as error:
                 self.errors.append(str(error)[:300])
+                time.sleep(2)
                 continue
             first = first or ids
             self.canaries += 1
@@ -159,6 +160,7 @@ def _give_up(url: str, ids: list[int], events: int) -> None:
     """Close the stream behind so many events; the server aborts the request."""
     body: dict[str, Any] = {"input_ids": ids, "sampling_params": {**_GREEDY, "max_new_tokens": 200}}
     with requests.post(f"{url}/generate", json={**body, "stream": True}, stream=True, timeout=300) as answer:
+        answer.raise_for_status()
         for _, line in zip(range(2 * events), answer.iter_lines(), strict=False):
             if not line:
                 continue
@@ -223,7 +225,7 @@ def markdown(report: Report) -> str:
 
 Written by `python -m benchmarks.soak`. {machine_line(report.machine)} {report.minutes:g} minutes, {CLIENTS}
 clients, at most {RUNNING} requests at once, {SLOTS} state slots, tiny-k3 with its draft, exact mode. It shows
-that nothing breaks or grows; its times are a tiny model's.
+whether anything breaks or grows; its times are a tiny model's.
 
 | third of the time | answers | TTFT ms, median / p99 | TPOT ms, median / p99 |
 | --: | --: | --: | --: |
@@ -232,7 +234,8 @@ that nothing breaks or grows; its times are a tiny model's.
 - Errors: {len(report.errors)}. Requests given up by their client: {report.given_up}.
 - The fixed prompt was asked {report.canaries} times; {report.wrong_canaries} answers differed.
 - Prompt tokens from the cache: {report.hit_share:.0%}. Lost for want of a state: {lost}.
-- Requests waited for a slot {report.waits} times; {report.skips} states were not kept for want of one.
+- Requests found no slot to start with {report.waits} times; {report.skips} states were not kept for want
+  of one.
 - Resident memory: {memory[0]:.0f} MiB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at the end.
 - Behind the last answer the cache could {"" if report.emptied else "NOT "}be emptied.
 """
@@ -249,7 +252,7 @@ def main() -> None:
     save(report, arguments.out / "soak.json")
     (arguments.out / "soak.md").write_text(markdown(report))
     print(markdown(report))
-    if report.errors or report.wrong_canaries or not report.emptied:
+    if report.errors or report.wrong_canaries or not report.canaries or not report.emptied:
         sys.exit(1)
 
 

@@ -28,19 +28,40 @@ def guard(output: Any) -> Any:
     return output
 
 
-def end_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-    """AROUND hook on the scheduler's forward pass.
+def mark_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+    """AROUND hook on the scheduler's forward pass: nothing of a broken request is stored from here on.
 
-    Not on the processing of its results: with overlap the next pass is prepared before that, and a chunk's
-    state is in the tree by then.
+    With overlap the next pass is prepared before the results of this one are processed, and a chunk's state
+    is in the tree by then.
     """
     result = original(scheduler, batch, *rest, **named)
-    rows = getattr(getattr(result, "logits_output", None), "broken_rows", None)
+    output = getattr(result, "logits_output", None)
+    rows = getattr(output, "broken_rows", None)
     if rows is not None and batch.reqs and bool(rows.any()):
-        broken = rows.view(len(batch.reqs), -1).any(1).tolist()
-        for req in (req for req, is_broken in zip(batch.reqs, broken, strict=True) if is_broken):
-            _end(req)
+        rows = rows.view(len(batch.reqs), -1)
+        if rows.shape[1] > 1:
+            # Drafts behind the accepted ones leave nothing in the state.
+            rows = rows & (torch.arange(rows.shape[1]) < result.accept_lens.unsqueeze(1))
+        broken = rows.any(1).tolist()
+        output.broken_requests = [req for req, bad in zip(batch.reqs, broken, strict=True) if bad]
+        for req in output.broken_requests:
+            req.is_broken = req.skip_radix_cache_insert = True
     return result
+
+
+def end_broken(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    """AROUND hook on the processing of a pass' results: what broke in it ends with it, unless the pass
+    before it was the request's last already."""
+    from sglang_k3.prefix_cache.admission import states_of
+
+    for req in getattr(getattr(result, "logits_output", None), "broken_requests", ()):
+        if not req.finished():
+            _end(req)
+    processed = original(scheduler, batch, result)
+    states = states_of(scheduler.tree_cache)
+    if states is not None:
+        states.show_slots()
+    return processed
 
 
 def is_broken(req: Any) -> bool:
@@ -50,14 +71,10 @@ def is_broken(req: Any) -> bool:
 def _end(req: Any) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if req.finished() or is_broken(req):
-        return
     message = (
         f"the logits behind token {len(req.origin_input_ids) + len(req.output_ids)} are not finite numbers: "
         "this request is ended and nothing of it is cached; others go on. A bfloat16 checkpoint may overflow "
         "where float32 does not (--dtype float32)"
     )
     logger.error("Request %s: %s.", req.rid, message)
-    req.is_broken = True
-    req.skip_radix_cache_insert = True
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "NotFinite")

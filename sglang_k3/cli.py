@@ -100,8 +100,8 @@ def _cache_tables(figures: view.View) -> Group:
     for use, count in (*figures.slots.items(), ("all", sum(figures.slots.values()))):
         slots.add_row(use, str(count), f"{count * figures.slot_bytes / 2**20:,.1f}")
     notes = Text(
-        f"\nRequests had to wait for a slot {figures.waits} times; {figures.skips} states were not kept for "
-        f"want of one. Running requests hold {figures.kv_usage:.0%} of the KV cache."
+        f"\nRequests found no slot to start with {figures.waits} times; {figures.skips} states were not "
+        f"kept for want of one. Running requests hold {figures.kv_usage:.0%} of the KV cache."
     )
     return Group(tokens, slots, notes)
 

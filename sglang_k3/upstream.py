@@ -107,16 +107,28 @@ def _prefill_checkpoint(original, batch, req):
     return prefill_checkpoint(original, batch, req)
 
 
+def _decode_checkpoint(original, batch, track_positions=None):
+    from sglang_k3.prefix_cache.checkpoints import decode_checkpoint
+
+    decode_checkpoint(original, batch, track_positions)
+
+
+def _end_broken(original, scheduler, batch, result):
+    from sglang_k3.broken_requests import end_broken
+
+    return end_broken(original, scheduler, batch, result)
+
+
 def _add_one_req(original, adder, req, *rest, **named):
     from sglang_k3.prefix_cache.admission import add_one_req
 
     return add_one_req(original, adder, req, *rest, **named)
 
 
-def _end_broken(original, scheduler, batch, *rest, **named):
-    from sglang_k3.broken_requests import end_broken
+def _mark_broken(original, scheduler, batch, *rest, **named):
+    from sglang_k3.broken_requests import mark_broken
 
-    return end_broken(original, scheduler, batch, *rest, **named)
+    return mark_broken(original, scheduler, batch, *rest, **named)
 
 
 def _output_streamer_class(original, scheduler):
@@ -210,6 +222,13 @@ HOOKS = (
         until="SGLang cuts the checkpoint's depth to whole pages itself, and asks the backend for its grid",
     ),
     Hook(
+        "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+        _decode_checkpoint,
+        why="a prefill between two overlapped decode steps makes a later boundary write over the kept state, "
+        "which is then cached under its old depth",
+        until="SGLang takes the buffer that is not kept",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         _add_one_req,
         why="requests are admitted by tokens, and a pool short of state slots then ends the scheduler",
@@ -217,8 +236,14 @@ HOOKS = (
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.run_batch",
+        _mark_broken,
+        why="NaN in one request's logits is stored in the prefix cache and handed on",
+        until="SGLang ends such a request alone",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         _end_broken,
-        why="NaN in one request's logits ends the scheduler when it is sampled, or is stored and handed on",
+        why="the request has to end with the step that broke, and the slots' gauges follow what ended",
         until="SGLang ends such a request alone",
     ),
     Hook(

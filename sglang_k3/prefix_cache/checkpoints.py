@@ -1,4 +1,4 @@
-"""Where a prefill chunk keeps the state that the prefix cache will hand out."""
+"""Where prefill and decode keep the states that the prefix cache will hand out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ def prefill_checkpoint(original, batch, req) -> Any:
     fork that SGLang asks for goes first. The entry names the depth itself (`BatchMetadata` reads it), not
     SGLang's code for a multiple of its kernel's chunk.
     """
-    from sglang_k3.upstream import ARCHITECTURES
-
-    architectures = batch.model_config.hf_config.architectures or [""]
-    if architectures[0] not in ARCHITECTURES:
+    if not _is_ours(batch):
         return original(batch, req)
     depth = _depth(req, batch.tree_cache.page_size)
     entry = original(batch, req)
@@ -32,6 +29,38 @@ def prefill_checkpoint(original, batch, req) -> Any:
         _turn(batch.req_to_token_pool, req.kv)
     req.kv.mamba_last_track_seqlen = depth
     return entry._replace(track_mask=True, track_seqlen=depth)
+
+
+def decode_checkpoint(original, batch, track_positions=None) -> None:
+    """AROUND hook on the choice of the buffer that a decode step writes at a boundary.
+
+    SGLang turns the pair of buffers when it processes a result, and with overlap it counts on another decode
+    step being under way then. A prefill between two steps makes it turn twice, or not at all, and 64 tokens
+    later the step writes over the state that is kept: a request that ends there hands it to the tree under
+    the earlier depth. What must not be written is known at that time, so the other buffer is taken.
+    """
+    pool = batch.req_to_token_pool
+    if track_positions is None and _is_ours(batch) and _pairs(batch, pool):
+        track_positions = [
+            0 if last is None else pool.get_mamba_ping_pong_other_idx(last)
+            for last in (req.kv.mamba_last_track_idx for req in batch.reqs)
+        ]
+    original(batch, track_positions)
+
+
+def _is_ours(batch: Any) -> bool:
+    from sglang_k3.upstream import ARCHITECTURES
+
+    return (batch.model_config.hf_config.architectures or [""])[0] in ARCHITECTURES
+
+
+def _pairs(batch: Any, pool: Any) -> bool:
+    """Whether each request has two buffers that plain decoding turns. The lazy strategy has its own plan."""
+    return (
+        batch.spec_algorithm.is_none()
+        and not pool.enable_mamba_extra_buffer_lazy
+        and pool.mamba_ping_pong_track_buffer_size == 2
+    )
 
 
 def _depth(req: Any, page: int) -> int:

@@ -36,6 +36,12 @@ class NoSlot(Exception):
     """Every slot of the state pool is in use, and no cached state may go."""
 
 
+def _only_if(message: str, error: AssertionError) -> None:
+    """SGLang says "no slot" by an assertion; any other one is an error and is raised again."""
+    if message not in str(error):
+        raise error
+
+
 class KDAStateComponent(MambaComponent):
     """Registered for SGLang's MAMBA component; needs the Python tree core (SGLang takes it by itself for
     components that are not its own)."""
@@ -93,7 +99,7 @@ class KDAStateComponent(MambaComponent):
 
     def give_back(self, req: Any, tracking: bool) -> None:
         """Free the slots of a request that does not start after all, its prefix's copy with them. tracking:
-        its tracking buffers too. The slot of a session stays the session's."""
+        its tracking buffers too. A slot that came with a session's cached tokens stays the session's."""
         allocator = self.pool.mamba_allocator
         kv = req.kv
         if tracking and kv.mamba_ping_pong_track_buffer is not None:
@@ -101,15 +107,16 @@ class KDAStateComponent(MambaComponent):
             kv.mamba_ping_pong_track_buffer = kv.mamba_ping_pong_empty = None
             kv.mamba_next_track_idx = kv.mamba_last_track_idx = None
         kv.mamba_cow_src_index, kv.mamba_needs_clear = None, False
-        if kv.holds_mamba and req.session is None:
+        if kv.holds_mamba and not kv.holds_kv:
             allocator.free(kv.mamba_pool_idx.unsqueeze(0))
             kv.mamba_pool_idx = None
 
     def admitted(self, req: Any) -> None:
         """Counts the request's outcome, once: not again when it comes back from a retraction."""
         if not req.retracted_stain:
-            self.metrics.count(getattr(req, "prefix_outcome", Outcome()))
-        self._show_slots()
+            # A turn of a streaming session goes on where its slot is, without a match.
+            outcome = getattr(req, "prefix_outcome", Outcome(hit=req.prefix_len))
+            self.metrics.count(outcome, len(req.origin_input_ids))
 
     def take_slot(self, keep: int) -> torch.Tensor | None:
         """A slot, [] int64, for which a cached state may go, but not node `keep`'s; None if none can."""
@@ -125,7 +132,8 @@ class KDAStateComponent(MambaComponent):
         for _ in range(2):
             try:
                 pool._alloc_ping_pong_buffer(req)
-            except AssertionError:  # SGLang's way to say that there are none
+            except AssertionError as error:
+                _only_if("Not enough space for mamba", error)
                 self._make_room(pool.mamba_initial_tracking_slots, req.last_node)
             else:
                 return True
@@ -150,6 +158,7 @@ class KDAStateComponent(MambaComponent):
         try:
             return super()._alloc_mamba_slot(req)
         except AssertionError as error:
+            _only_if("Can not alloc mamba cache", error)
             raise NoSlot from error
 
     def prepare_for_caching_req(
@@ -173,7 +182,6 @@ class KDAStateComponent(MambaComponent):
         if is_finished and is_broken(req):
             self._scrub(req.kv)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
-        self._show_slots()
 
     def _scrub(self, kv: Any) -> None:
         """Zero the slots that a request with NaN in its state gives back."""
@@ -228,7 +236,7 @@ class KDAStateComponent(MambaComponent):
                 evicted_to = depth
         return outcome_of(kv, hit, self.mamba_checkpoint_grid, evicted_to)
 
-    def _show_slots(self) -> None:
+    def show_slots(self) -> None:
         self.metrics.show(self.slots)
 
     def slots(self) -> Slots:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from sglang_k3.prefix_cache.outcome import REASONS, Outcome
 
-SHOW_EVERY_S = 1.0
 QUIET_S = 10.0
 
 
@@ -31,8 +30,8 @@ class Metrics:
 
     def __init__(self, labels: Mapping[str, str] | None, slot_bytes: int) -> None:
         self.outcomes: dict[str, int] = dict.fromkeys(("hit", *REASONS), 0)
-        self.waits = self.skips = 0
-        self._shown = self._said = float("-inf")
+        self.prompt_tokens = self.waits = self.skips = 0
+        self._said = float("-inf")
         self._labels = dict(labels or {})
         self._prometheus = labels is not None
         if not self._prometheus:
@@ -41,13 +40,14 @@ class Metrics:
         from prometheus_client import Counter, Gauge
 
         names = tuple(self._labels)
+        self._prompt = Counter("sglang_k3:prefix_prompt_tokens", "Tokens of the prompts that started.", names)
         self._hit = Counter("sglang_k3:prefix_hit_tokens", "Prompt tokens restored, KV and state.", names)
         self._lost = Counter(
             "sglang_k3:prefix_lost_tokens",
             "Prompt tokens whose KV was cached and that were computed again for want of a state.",
             (*names, "reason"),
         )
-        self._waits = Counter("sglang_k3:slot_waits", "Times a request had to wait for a state slot.", names)
+        self._waits = Counter("sglang_k3:slot_waits", "Attempts to start a request without a slot.", names)
         self._skips = Counter("sglang_k3:slot_skips", "States not kept for want of a slot.", names)
         self._slots = Gauge(
             "sglang_k3:state_slots",
@@ -63,11 +63,13 @@ class Metrics:
         )
         size.labels(**self._labels).set(slot_bytes)
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: Outcome, prompt_tokens: int) -> None:
         """A request starts."""
+        self.prompt_tokens += prompt_tokens
         for name in self.outcomes:
             self.outcomes[name] += getattr(outcome, name)
         if self._prometheus:
+            self._prompt.labels(**self._labels).inc(prompt_tokens)
             self._hit.labels(**self._labels).inc(outcome.hit)
             for reason, tokens in outcome.lost.items():
                 self._lost.labels(**self._labels, reason=reason).inc(tokens)
@@ -83,10 +85,7 @@ class Metrics:
             self._skips.labels(**self._labels).inc()
 
     def show(self, slots: Callable[[], Slots]) -> None:
-        """At most once a second: counting the slots is not free."""
-        now = time.monotonic()
-        if self._prometheus and now - self._shown >= SHOW_EVERY_S:
-            self._shown = now
+        if self._prometheus:
             for use, count in slots()._asdict().items():
                 self._slots.labels(**self._labels, use=use).set(count)
 

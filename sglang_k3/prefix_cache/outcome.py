@@ -8,7 +8,7 @@ from dataclasses import dataclass
 REASONS = {
     "evicted": "a state stood there once and gave its slot to another",
     "none_stored": "nobody has kept a state there",
-    "off_grid": "behind the last whole page that all of the cached tokens share",
+    "off_grid": "between two depths at which a state can stand (0 where every page can hold one)",
     "no_slot": "a state was there, and no slot to copy it into",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_k3.prefix_cache.outcome import REASONS
 
@@ -18,7 +17,8 @@ class NoFigures(RuntimeError):
 
 @dataclass(frozen=True)
 class View:
-    """Counters since the server's start. slots: of one rank, by use; slot_bytes: of one of them.
+    """Counters since the server's start, of requests that started; waits: attempts to start one without a
+    slot. slots: of one rank, by use; slot_bytes: of one of them.
 
     kv_usage: share of the KV cache that running requests hold, the state pool left out.
     """
@@ -62,17 +62,17 @@ def read(text: str) -> View:
             "serves another model, or runs with --radix-cache-backend sglang"
         )
 
-    def total(name: str, source: list[Any] = ours, **labels: str) -> float:
-        return sum(s.value for s in source if s.name == name and labels.items() <= s.labels.items())
+    def total(name: str, **labels: str) -> float:
+        return sum(s.value for s in ours if s.name == name and labels.items() <= s.labels.items())
 
     uses = dict.fromkeys(s.labels["use"] for s in ours if s.name == f"{_PREFIX}state_slots")
     return View(
-        prompt_tokens=round(total("sglang:prompt_tokens_total", samples)),
+        prompt_tokens=round(total(f"{_PREFIX}prefix_prompt_tokens_total")),
         hit_tokens=round(total(f"{_PREFIX}prefix_hit_tokens_total")),
         lost_tokens={r: round(total(f"{_PREFIX}prefix_lost_tokens_total", reason=r)) for r in REASONS},
         waits=round(total(f"{_PREFIX}slot_waits_total")),
         skips=round(total(f"{_PREFIX}slot_skips_total")),
         slots={use: round(total(f"{_PREFIX}state_slots", use=use)) for use in uses},
-        slot_bytes=round(total(f"{_PREFIX}state_slot_bytes")),
+        slot_bytes=round(max(s.value for s in ours if s.name == f"{_PREFIX}state_slot_bytes")),
         kv_usage=max((s.value for s in samples if s.name == "sglang:full_token_usage"), default=0.0),
     )

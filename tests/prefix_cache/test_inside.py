@@ -17,6 +17,8 @@ FULL = {
     "speculating": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1"},
     "lazy": {"K3_STRATEGY": "lazy"},
     "lazy, speculating": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1"},
+    "mixed": {"K3_STRATEGY": "mixed"},
+    "page 64": {"K3_STRATEGY": "page 64"},
     "one request": {"K3_STRATEGY": "one request"},
     "one state a path": {"K3_STRATEGY": "one state a path"},
     "no_buffer": {"K3_STRATEGY": "no_buffer"},
@@ -24,8 +26,9 @@ FULL = {
 }
 
 
-# What says how deep a hit is holds where the pool has room for it.
-WITHOUT_ROOM = "fuzz or broken or fail_once or longer_than"
+# What says how deep a hit is holds for pages of 16, whole chunks, and pools with room for a prompt's states.
+OTHERWISE = "fuzz or alone or fail_once or longer_than"
+OTHER = ("mixed", "page 64", "one request", "one state a path")
 
 
 def test_cases_inside_the_scheduler() -> None:
@@ -35,4 +38,4 @@ def test_cases_inside_the_scheduler() -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("name", FULL)
 def test_all_cases_of_each_strategy(name: str) -> None:
-    run_cases(INSIDE, FULL[name], "verify or not verify", WITHOUT_ROOM if name.startswith("one ") else "")
+    run_cases(INSIDE, FULL[name], "verify or not verify", OTHERWISE if name in OTHER else "")

@@ -48,7 +48,10 @@ def test_figures_agree_to_the_token(server: Server, prompts: list[list[int]]) ->
         assert after.lost_tokens[reason] - (before.lost_tokens[reason] if before else 0) == tokens
     assert lost["lost_none_stored"] > 0
     assert after.prompt_tokens - (before.prompt_tokens if before else 0) == sum(map(len, asked))
-    assert sum(after.slots.values()) == 12 and after.slot_bytes > 0
+    assert sum(after.slots.values()) == 12 and min(after.slots.values()) >= 0
+    assert after.slots["running"] == after.slots["held"] == 0, "no request is running"
+    # Three KDA layers of four heads: a state of 64 x 64 and a window of three rows, in float32.
+    assert after.slot_bytes == 3 * 4 * (4 * 64 * 64 + 3 * 3 * 4 * 64)
 
 
 def test_the_command_shows_the_same(server: Server) -> None:

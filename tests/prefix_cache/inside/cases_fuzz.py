@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif("K3_DRAFT" in os.environ, reason="the fingerprin
 SCHEDULES = int(os.environ.get("K3_SCHEDULES", "2000"))
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 80, 100, 130, 260))
-SEND = st.tuples(st.just("send"), st.integers(0, 2), LENGTHS, st.integers(0, 3), LENGTHS, st.integers(1, 70))
+TOKENS = st.one_of(st.integers(1, 70), st.sampled_from((130, 200)))
+SEND = st.tuples(st.just("send"), st.integers(0, 2), LENGTHS, st.integers(0, 3), LENGTHS, TOKENS)
 ACTIONS = st.one_of(
     SEND,
     SEND,
@@ -167,11 +168,34 @@ class Life:
         self.check()
 
 
-def test_random_schedules(loop, states, monkeypatch):
+@pytest.fixture
+def model(loop, monkeypatch):
     runner = loop.scheduler.tp_worker.model_runner
-    model = FingerprintModel(runner)
-    monkeypatch.setattr(runner.model, "forward", model)
+    made = FingerprintModel(runner)
+    monkeypatch.setattr(runner.model, "forward", made)
+    return made
 
+
+@pytest.mark.parametrize("beside", range(4))
+@pytest.mark.parametrize("end", range(4))
+def test_a_prefill_between_two_steps_at_a_boundary(loop, states, model, beside, end):
+    """Another request's prefill comes within some turns of the first boundary, and the request ends within
+    some turns of the second: every state in the tree is that of its own key."""
+    life = Life(loop, states, model)
+    request = loop.admit("long", text(0)[:100], 150)
+    life.running["long"] = request, text(0)[:100], 150
+    while len(request.origin_input_ids) + len(request.output_ids) < 126 + beside:
+        life.step(1)
+    life.send(1, 40, 0, 0, 2)
+    while len(request.origin_input_ids) + len(request.output_ids) < 190 + end:
+        life.step(1)
+        life.check()
+    loop.abort("long")
+    life.leaving.append(life.running.pop("long")[0])
+    life.end()
+
+
+def test_random_schedules(loop, states, model):
     @settings(
         max_examples=SCHEDULES, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
     )

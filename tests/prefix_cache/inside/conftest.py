@@ -17,12 +17,15 @@ from sglang_k3.testing.server_process import draft_flags
 from tests.inside import STRATEGIES
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-# One request's worth of slots, and a pool with one state for each path.
+# Batches of prefill and decode with chunks that end off a page; one request's worth of slots; a pool with one
+# state for each path.
 FLAGS = STRATEGIES | {
     "one request": (
         *STRATEGIES["extra_buffer"],
         *("--max-running-requests", "1", "--max-mamba-cache-size", "5"),
     ),
+    "mixed": (*STRATEGIES["extra_buffer"], "--enable-mixed-chunk", "--chunked-prefill-size", "100"),
+    "page 64": ("--page-size", "64", "--mamba-track-interval", "64"),
     "one state a path": (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1"),
 }
 Prompt = Callable[..., list[int]]
