@@ -35,16 +35,15 @@ def mark_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest:
     is in the tree by then.
     """
     result = original(scheduler, batch, *rest, **named)
-    output = getattr(result, "logits_output", None)
-    rows = getattr(output, "broken_rows", None)
+    rows = getattr(getattr(result, "logits_output", None), "broken_rows", None)
     if rows is not None and batch.reqs and bool(rows.any()):
         rows = rows.view(len(batch.reqs), -1)
         if rows.shape[1] > 1:
             # Drafts behind the accepted ones leave nothing in the state.
             rows = rows & (torch.arange(rows.shape[1]) < result.accept_lens.unsqueeze(1))
         broken = rows.any(1).tolist()
-        output.broken_requests = [req for req, bad in zip(batch.reqs, broken, strict=True) if bad]
-        for req in output.broken_requests:
+        result.broken_requests = [req for req, bad in zip(batch.reqs, broken, strict=True) if bad]
+        for req in result.broken_requests:
             req.is_broken = req.skip_radix_cache_insert = True
     return result
 
@@ -54,7 +53,7 @@ def end_broken(original: Callable[..., Any], scheduler: Any, batch: Any, result:
     before it was the request's last already."""
     from sglang_k3.prefix_cache.admission import states_of
 
-    for req in getattr(getattr(result, "logits_output", None), "broken_requests", ()):
+    for req in getattr(result, "broken_requests", ()):
         if not req.finished():
             _end(req)
     processed = original(scheduler, batch, result)
