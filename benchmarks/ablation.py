@@ -16,8 +16,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -211,14 +212,13 @@ def _gain(report: Report, before: str, after: str, workload: str, concurrency: i
 
 
 def plot(report: Report, path: Path) -> None:
-    """A waterfall of the duration by stage, one panel a load."""
+    """A waterfall of the duration by stage, one panel a load; then latency by concurrency, a line a stage."""
     from matplotlib.figure import Figure
 
     loads = list(dict.fromkeys((f.workload, f.concurrency) for f in report.runs[0].figures))
-    figure = Figure(figsize=(5 * len(loads), 5), layout="constrained")
-    for axes, (workload, concurrency) in zip(
-        figure.subplots(1, len(loads), squeeze=False)[0], loads, strict=True
-    ):
+    figure = Figure(figsize=(5 * len(loads), 10), layout="constrained")
+    waterfalls, latencies = figure.subplots(2, len(loads), squeeze=False)
+    for axes, (workload, concurrency) in zip(waterfalls, loads, strict=True):
         medians = [statistics.median(report.seconds(s, workload, concurrency)) for s in report.stages]
         for row, seconds in enumerate(medians):
             before = medians[row - 1] if row else 0.0
@@ -231,7 +231,31 @@ def plot(report: Report, path: Path) -> None:
         axes.set_xlim(0, 1.2 * max(medians))
         axes.set_xlabel("seconds")
         axes.set_title(f"{workload}, {concurrency} at once", fontsize=9)
+    _plot_latency(report, latencies, loads)
     figure.savefig(path, dpi=100)
+
+
+def _plot_latency(report: Report, panels: Sequence[Any], loads: list[tuple[str, int]]) -> None:
+    """TTFT and TPOT of the workload that was asked at more than one concurrency."""
+    by_workload: dict[str, list[int]] = {}
+    for workload, concurrency in loads:
+        by_workload.setdefault(workload, []).append(concurrency)
+    workload, concurrencies = max(by_workload.items(), key=lambda item: len(item[1]))
+    for axes, name in zip(panels, ("median_ttft_ms", "median_tpot_ms"), strict=False):
+        for stage in report.stages:
+            medians = [
+                statistics.median(getattr(f, name) for f in report.figures(stage, workload, concurrency))
+                for concurrency in concurrencies
+            ]
+            axes.plot(concurrencies, medians, "o-", label=stage)
+        axes.set_xticks(concurrencies)
+        axes.set_yscale("log")
+        axes.set_xlabel("requests at once")
+        axes.set_ylabel(name.replace("_", " "))
+        axes.set_title(workload, fontsize=9)
+    panels[0].legend(fontsize=7)
+    for axes in panels[2:]:
+        axes.set_axis_off()
 
 
 def main() -> None:
