@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+ANSWER_OPENING = 32
+"""Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""
+
+LEAST_FORK = 64
+"""A chunk keeps one state; a shorter beginning in common, a chat template's, is not worth the prompt's own."""
+
 
 def prefill_checkpoint(original, batch, req) -> Any:
     """AROUND hook on the scheduler's choice of the depth to keep a state at, for one prefill chunk.
@@ -13,10 +19,9 @@ def prefill_checkpoint(original, batch, req) -> Any:
     starts off a page (mixed batches fill the token budget to the last token) the key is shorter than the
     state, and a later hit would start from a state that has already seen tokens it is about to compute.
 
-    Our kernels keep a state at any depth, so it is the deepest whole page; one page less where that would be
-    the end of the prompt, whose state its repetition could not use (the last token is always computed). A
-    fork that SGLang asks for goes first. The entry names the depth itself (`BatchMetadata` reads it), not
-    SGLang's code for a multiple of its kernel's chunk.
+    Our kernels keep a state at any depth, so it is at a whole page; at which, `_depth` says. A fork that
+    SGLang asks for goes first. The entry names the depth itself (`BatchMetadata` reads it), not SGLang's code
+    for a multiple of its kernel's chunk.
     """
     if not _is_ours(batch):
         return original(batch, req)
@@ -64,13 +69,17 @@ def _pairs(batch: Any, pool: Any) -> bool:
 
 
 def _depth(req: Any, page: int) -> int:
-    """Where this chunk keeps a state; at or before its start for nowhere."""
-    last_token = len(req.full_untruncated_fill_ids) - 1
-    depth = min(req.extend_end, last_token) // page * page
-    if depth <= req.prefix_len:
-        depth = req.extend_end // page * page
-    fork = req.mamba_branching_seqlen
-    return fork if fork is not None and req.prefix_len < fork < depth else depth
+    """Where this chunk keeps a state; at or before its start for nowhere.
+
+    Of a prompt's last chunk: in front of what a chat template puts behind the last message, which the next
+    turn's history renders otherwise. If that is kept already, in front of the last token, which a repetition
+    computes again; then at the end. Of a chunk in the middle: at its end.
+    """
+    end, prompt = req.extend_end, len(req.full_untruncated_fill_ids)
+    depths = [min(end, prompt - behind) // page * page for behind in (1 + ANSWER_OPENING, 1, 0)]
+    depth = next((depth for depth in depths if depth > req.prefix_len), req.prefix_len)
+    fork = req.mamba_branching_seqlen or 0
+    return fork if max(req.prefix_len + 1, LEAST_FORK) <= fork < depth else depth
 
 
 def _turn(pool: Any, kv: Any) -> None:

@@ -47,13 +47,16 @@ def choose(
 @pytest.mark.parametrize(
     ("start", "end", "prompt", "page", "kept"),
     [
-        (0, 100, 100, 16, 96),  # the deepest whole page
-        (0, 96, 96, 16, 80),  # not the end of the prompt, which a repetition could not use
-        (80, 96, 96, 16, 96),  # unless the page before is there already
+        (0, 100, 100, 16, 64),  # in front of an answer's opening
+        (64, 100, 100, 16, 96),  # in front of the last token, where that is kept already
+        (0, 97, 97, 16, 64),
+        (80, 96, 96, 16, 96),  # the end, which an extension can use and a repetition can't
+        (0, 17, 17, 16, 16),
         (0, 16, 16, 16, 16),
         (0, 96, 300, 16, 96),  # the end of a chunk in the middle
+        (0, 96, 100, 16, 64),  # a chunk in the middle that ends within the opening
         (30, 286, 600, 16, 272),  # a chunk that starts off a page
-        (0, 286, 286, 1, 285),
+        (0, 286, 286, 1, 253),
         (222, 331, 400, 128, 256),
     ],
 )
@@ -66,9 +69,11 @@ def test_the_state_is_kept_at_the_deepest_whole_page(start, end, prompt, page, k
     assert (kv.mamba_last_track_idx, kv.mamba_next_track_idx) == (0, 0 if lazy else 1)
 
 
-@pytest.mark.parametrize(("fork", "kept"), [(48, 48), (96, 96), (112, 96), (16, 96), (None, 96)])
+@pytest.mark.parametrize(
+    ("fork", "kept"), [(64, 64), (80, 80), (48, 144), (144, 144), (160, 144), (16, 144), (None, 144)]
+)
 def test_a_fork_inside_the_chunk_goes_first(fork, kept) -> None:
-    entry, kv = choose(start=16, end=100, fork=fork)
+    entry, kv = choose(start=16, end=180, fork=fork)
     assert entry.track_seqlen == kv.mamba_last_track_seqlen == kept
 
 

@@ -57,7 +57,9 @@ def test_bench_serving_counts_every_token(server: Server, trained_k3: Model, wor
     assert (figures.workload, figures.concurrency, figures.requests) == (workload.name, 2, 16)
     assert figures.new_tokens == 16 * 8
     assert figures.prompt_tokens >= 16 * 40
-    assert (figures.cached_tokens > 0) == (workload.dataset == "generated-shared-prefix")
+    # Random prompts of this client are runs of consecutive ids: two may begin alike.
+    shares = workload.dataset == "generated-shared-prefix"
+    assert (figures.cached_tokens > figures.prompt_tokens / 5) == shares
     assert figures.seconds > 0 and figures.median_tpot_ms > 0
 
 
