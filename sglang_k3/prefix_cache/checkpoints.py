@@ -8,7 +8,7 @@ ANSWER_OPENING = 32
 """Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""
 
 LEAST_FORK = 64
-"""A chunk keeps one state. A shorter beginning in common, a chat template's, is not worth the prompt's own."""
+"""A chunk keeps one state. A shorter common beginning, a chat template's, is not worth the prompt's own."""
 
 
 def prefill_checkpoint(original, batch, req) -> Any:
