@@ -51,16 +51,10 @@ def mark_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest:
 def end_broken(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
     """AROUND hook on the processing of a pass' results: what broke in it ends with it, unless the pass
     before it was the request's last already."""
-    from sglang_k3.prefix_cache.admission import states_of
-
     for req in getattr(result, "broken_requests", ()):
         if not req.finished():
             _end(req)
-    processed = original(scheduler, batch, result)
-    states = states_of(scheduler.tree_cache)
-    if states is not None:
-        states.show_slots()
-    return processed
+    return original(scheduler, batch, result)
 
 
 def is_broken(req: Any) -> bool:

@@ -113,10 +113,12 @@ def _decode_checkpoint(original, batch, track_positions=None):
     decode_checkpoint(original, batch, track_positions)
 
 
-def _end_broken(original, scheduler, batch, result):
+def _process_results(original, scheduler, batch, result):
     from sglang_k3.broken_requests import end_broken
+    from sglang_k3.prefix_cache.reporting import show_slots
 
-    return end_broken(original, scheduler, batch, result)
+    end_broken(original, scheduler, batch, result)
+    show_slots(scheduler)
 
 
 def _add_one_req(original, adder, req, *rest, **named):
@@ -242,7 +244,7 @@ HOOKS = (
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
-        _end_broken,
+        _process_results,
         why="the request has to end with the step that broke, and the slots' gauges follow what ended",
         until="SGLang ends such a request alone",
     ),

@@ -4,6 +4,7 @@ configuration a process."""
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,12 @@ STRATEGIES = {
     ),
 }
 """launch_server's flags of the prefix cache's strategies."""
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A prompt of so many tokens; a longer one of the same seed goes on where it ends."""
+    draw = random.Random(seed)
+    return [draw.randrange(1500) for _ in range(length)]
 
 
 def run_cases(folder: Path, settings: dict[str, str], marks: str = "not verify", names: str = "") -> None:

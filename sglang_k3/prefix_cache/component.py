@@ -251,10 +251,9 @@ class KDAStateComponent(MambaComponent):
 
     def _say_full(self, consequence: str, *values: object) -> None:
         """One line for each time the pool runs full, not for each request that feels it."""
-        slots = self.slots()
         if self.metrics.should_say():
             logger.warning(
                 "No free KDA state slot: " + consequence + ". %s. More with --max-mamba-cache-size.",
                 *values,
-                slots,
+                self.slots(),
             )

@@ -30,7 +30,7 @@ class Metrics:
 
     def __init__(self, labels: Mapping[str, str] | None, slot_bytes: int) -> None:
         self.outcomes: dict[str, int] = dict.fromkeys(("hit", *REASONS), 0)
-        self.prompt_tokens = self.waits = self.skips = 0
+        self.waits = self.skips = 0
         self._said = float("-inf")
         self._labels = dict(labels or {})
         self._prometheus = labels is not None
@@ -65,7 +65,6 @@ class Metrics:
 
     def count(self, outcome: Outcome, prompt_tokens: int) -> None:
         """A request starts."""
-        self.prompt_tokens += prompt_tokens
         for name in self.outcomes:
             self.outcomes[name] += getattr(outcome, name)
         if self._prometheus:

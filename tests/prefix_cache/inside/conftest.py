@@ -14,7 +14,7 @@ from sglang_k3.prefix_cache.admission import states_of
 from sglang_k3.prefix_cache.component import KDAStateComponent
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.server_process import draft_flags
-from tests.inside import STRATEGIES
+from tests.inside import STRATEGIES, prompt_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # Batches of prefill and decode with chunks that end off a page; one request's worth of slots; a pool with one
@@ -28,7 +28,6 @@ FLAGS = STRATEGIES | {
     "page 64": ("--page-size", "64", "--mamba-track-interval", "64"),
     "one state a path": (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1"),
 }
-Prompt = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="session")
@@ -66,14 +65,8 @@ def clean(loop: Loop) -> Iterator[None]:
 
 
 @pytest.fixture
-def prompt() -> Prompt:
-    """A prompt of so many tokens; another seed, another prompt."""
-
-    def make(length: int, seed: int = 0) -> list[int]:
-        draw = random.Random(f"{length if seed < 0 else 0} {seed}")
-        return [draw.randrange(1500) for _ in range(length)]
-
-    return make
+def prompt() -> Callable[..., list[int]]:
+    return prompt_of
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
 from sglang_k3.testing.server_process import draft_flags
-from tests.inside import STRATEGIES
+from tests.inside import STRATEGIES, prompt_of
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
 
@@ -51,10 +50,4 @@ def clean(loop: Loop):
 
 @pytest.fixture
 def prompt():
-    """A prompt of so many tokens; another seed, another prompt."""
-
-    def make(length: int, seed: int = 0) -> list[int]:
-        draw = random.Random(seed)
-        return [draw.randrange(1500) for _ in range(length)]
-
-    return make
+    return prompt_of
