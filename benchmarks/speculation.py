@@ -2,9 +2,9 @@
 
     python -m benchmarks.speculation [--out DIR] [--kernels-only]
 
-Kernels: one KDA layer of Kimi K3 (96 heads of 128 x 128) at batches of 1, 4 and 16: verify of 8 rows and
-commit of 4, beside the form that stores eight states and copies one back, in units of one in-place stream
-over the requests' states. Server: the trained tiny target with its draft, and without, two servers side
+Kernels: one KDA layer of Kimi K3 (96 heads of 128 x 128) at batches of 1, 4 and 16: a step that verifies 8
+rows and accepts 4 in each form of the records, beside the form that stores eight states and copies one back,
+in units of one in-place stream over the requests' states. Server: the trained tiny target with its draft, and without, two servers side
 by side asked in turn.
 """
 
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from benchmarks.stages.models import TINY, TINY_DRAFT
 from benchmarks.text import machine_line
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.kernels.registry import Call, choose
+from sglang_k3.speculative.record_forms import FORMS, Form
 from sglang_k3.testing.repetition import before_repetition
 from sglang_k3.testing.server_process import ServerProcess, draft_flags
 from sglang_k3.testing.streams import Streamed, generate_ids
@@ -48,10 +50,15 @@ BATCHES = (1, 4, 16)
 SERVED_BATCHES = (1, 4, 8)
 CONTEXTS = (256, 1024, 4096)
 NEW_TOKENS = 128
+TAILS = (0, 4, 16, 32, 63)
+RING = 63 + ROWS
+TP8_LAYERS, TP8 = 69, 8
 
 
 class Forms(msgspec.Struct, forbid_unknown_fields=True):
-    """One batch size. *_streams: time by that of an in-place stream over the requests' states."""
+    """One batch size. *_streams: time by that of an in-place stream over the requests' states. plain,
+    folded, ring: a step of each form, on average once their tails repeat. tail_streams: a verify by the
+    recorded tokens that it finds between the state and its own, of which none enters the state."""
 
     requests: int
     valid: bool
@@ -59,6 +66,9 @@ class Forms(msgspec.Struct, forbid_unknown_fields=True):
     verify_streams: float
     commit_streams: float
     plain_streams: float
+    folded_streams: float
+    ring_streams: float
+    tail_streams: dict[str, float]
     best: str
     best_streams: float
     snapshot_streams: float
@@ -89,12 +99,13 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """docs/benchmarks/speculation.json. record_bytes_per_row, state_bytes: of one layer of one request,
-    bf16."""
+    bf16. request_bytes: records of a running request by form, Kimi K3's 69 layers on one of eight ranks."""
 
     machine: Machine
     record_bytes_per_row: int
     conv_bytes_per_row: int
     state_bytes: int
+    request_bytes: dict[str, int]
     forms: dict[str, Forms]
     served: Served | None
 
@@ -111,21 +122,28 @@ def forms(requests: int, protocol: Protocol) -> Forms:
         torch.arange(requests + 1) * ROWS,
         torch.arange(requests),
     )
-    bank = [torch.zeros(requests, ROWS, h, d) for _ in range(3)]
+    bank = [draw.normal(requests, RING, h, d, scale=0.1) for _ in range(2)]
+    bank.append(s.gate_bound * draw.normal(requests, RING, h, d).sigmoid_())
     stacked = [part.unsqueeze(0) for part in bank]
-    counts, nowhere = torch.full((requests,), ACCEPTED), torch.full((requests,), -1)
+    start, nowhere = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), -1)
+    counts = torch.full((requests,), ACCEPTED)
     kept = torch.empty(requests, ROWS, h, d, d)
     call = Call("cpu", torch.float32)
     verify, commit = choose("kda.verify", call), choose("kda.commit", call)
     scale = d**-0.5
 
-    def run_verify() -> None:
-        (states,) = turning.next()
-        verify(*inputs, states, slots, spans, bank_rows, *bank, scale)
+    def run_verify(tail: int, fold: bool) -> Callable[[], None]:
+        tails, folds = torch.full((requests,), tail), slots if fold else nowhere
+
+        def run() -> None:
+            (states,) = turning.next()
+            verify(*inputs, states, slots, spans, bank_rows, *bank, start, tails, folds, scale)
+
+        return run
 
     def run_commit() -> None:
         (states,) = turning.next()
-        commit(states.unsqueeze(0), slots, bank_rows, *stacked, counts, nowhere, nowhere)
+        commit(states.unsqueeze(0), slots, bank_rows, *stacked, start, counts, nowhere, nowhere)
 
     def run_snapshots() -> None:
         (states,) = turning.next()
@@ -133,32 +151,50 @@ def forms(requests: int, protocol: Protocol) -> Forms:
         snapshots.verify(q, k, v, g, beta, states, slots, kept, scale)
         snapshots.restore(states, slots, counts, kept)
 
-    run_verify()
+    found = {form.name: steps_of(form) for form in FORMS.values() if not form.at_once}
+    wanted = {*((tail, False) for tail in TAILS), *(step for steps in found.values() for step in steps)}
+    verifies = {step: run_verify(*step) for step in sorted(wanted)}
+    for run in verifies.values():
+        run()
     assert turning.slab is not None
     probe = memory_probe("stream", turning.slab, True, protocol.portion_bytes)
-    subjects = [
-        Subject("verify", run_verify),
-        Subject("commit", run_commit),
-        Subject("snapshots", run_snapshots),
-    ]
+    subjects = [Subject(f"verify {step}", run) for step, run in verifies.items()]
+    subjects += [Subject("commit", run_commit), Subject("snapshots", run_snapshots)]
     settled = measure([probe], subjects, protocol)
-    times = settled.attempt.times
     states_bytes = 2 * requests * h * d * d * 4
     stream = states_bytes / (settled.attempt.readings["stream"].during * 1e9)
-    verified, committed, snapped = (times[name].median / stream for name in ("verify", "commit", "snapshots"))
-    plain = verified + committed
+    streams = {name: time.median / stream for name, time in settled.attempt.times.items()}
+    by_form = {"plain": streams[f"verify {(0, False)}"] + streams["commit"]}
+    for name, steps in found.items():
+        by_form[name] = statistics.fmean(streams[f"verify {step}"] for step in steps)
+    best = min(by_form, key=lambda name: by_form[name])
     return Forms(
         requests=requests,
         valid=settled.valid,
         stream_seconds=stream,
-        verify_streams=verified,
-        commit_streams=committed,
-        plain_streams=plain,
-        best="plain",
-        best_streams=plain,
-        snapshot_streams=snapped,
-        snapshot_over_best=snapped / plain,
+        verify_streams=streams[f"verify {(0, False)}"],
+        commit_streams=streams["commit"],
+        plain_streams=by_form["plain"],
+        folded_streams=by_form["folded"],
+        ring_streams=by_form["ring"],
+        tail_streams={str(tail): streams[f"verify {(tail, False)}"] for tail in TAILS},
+        best=best,
+        best_streams=by_form[best],
+        snapshot_streams=streams["snapshots"],
+        snapshot_over_best=streams["snapshots"] / by_form[best],
     )
+
+
+def steps_of(form: Form) -> list[tuple[int, bool]]:
+    """(tail, whether it enters the state) that the verifies of a form find, once they repeat, when each step
+    accepts ACCEPTED tokens."""
+    steps, tail = [], ACCEPTED
+    while True:
+        fold = tail + 2 * ROWS > form.blocks * ROWS
+        steps.append((tail, fold))
+        if fold:
+            return steps
+        tail += ACCEPTED
 
 
 def _server(folder: Path, name: str, *flags: str) -> ServerProcess:
@@ -234,16 +270,30 @@ def markdown(report: Report) -> str:
         f"A record row of one layer (u, k, g; bf16 activations) has {report.record_bytes_per_row:,} bytes "
         f"and its convolution row {report.conv_bytes_per_row:,}; the state it stands for "
         f"{report.state_bytes:,}.\n",
-        f"One KDA layer, 96 heads of 128 x 128, verify of {ROWS} rows and commit of {ACCEPTED}; times in "
-        "in-place streams over the requests' states. Snapshots: every state stored, one copied back. It "
-        "shows kernels of this CPU, and nothing about an NPU.\n",
-        "| requests | verify | commit | together | snapshots | snapshots by best | probes agree |",
-        "| --: | --: | --: | --: | --: | --: | --- |",
+        f"A step of one KDA layer, 96 heads of 128 x 128, that verifies {ROWS} rows and accepts {ACCEPTED}, "
+        "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
+        "the next verify writes the state; ring: every fifth does. Snapshots: every state stored, one copied "
+        "back. It shows kernels of this CPU, and nothing about an NPU.\n",
+        "| requests | verify | commit | plain | folded | ring | snapshots | snapshots by best | best | probes "
+        "agree |",
+        "| --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
     for form in report.forms.values():
-        streams = (form.verify_streams, form.commit_streams, form.plain_streams, form.snapshot_streams)
-        cells = " | ".join(f"{value:.2f}" for value in (*streams, form.snapshot_over_best))
-        parts.append(f"| {form.requests} | {cells} | {'yes' if form.valid else 'no'} |")
+        streams = (form.verify_streams, form.commit_streams, form.plain_streams, form.folded_streams)
+        streams += (form.ring_streams, form.snapshot_streams, form.snapshot_over_best)
+        cells = " | ".join(f"{value:.2f}" for value in streams)
+        parts.append(f"| {form.requests} | {cells} | {form.best} | {'yes' if form.valid else 'no'} |")
+    parts += ["", "A verify of 8 rows by the tail that it finds:\n"]
+    parts.append("| requests | " + " | ".join(f"{tail} tokens" for tail in TAILS) + " |")
+    parts.append("| --: |" + " --: |" * len(TAILS))
+    for form in report.forms.values():
+        cells = " | ".join(f"{value:.2f}" for value in form.tail_streams.values())
+        parts.append(f"| {form.requests} | {cells} |")
+    parts += ["", "Records of a running request, Kimi K3 on one of eight ranks, bf16:\n", "| form | MB |"]
+    parts += [
+        "| --- | --: |",
+        *(f"| {name} | {size / 1e6:.1f} |" for name, size in report.request_bytes.items()),
+    ]
     if report.served is not None:
         parts += _served_markdown(report.served)
     return "\n".join(parts) + "\n"
@@ -286,9 +336,14 @@ def main() -> None:
     for batch in BATCHES:
         with console.status(f"kernels, batch {batch} ..."):
             found[f"batch{batch}"] = forms(batch, protocol)
+    row_bytes = sum(field.bytes for field in record)
     report = Report(
         machine=describe(),
-        record_bytes_per_row=sum(field.bytes for field in record),
+        record_bytes_per_row=row_bytes,
+        request_bytes={
+            form.name: TP8_LAYERS * ROWS * (form.blocks * row_bytes + conv.bytes) // TP8
+            for form in FORMS.values()
+        },
         conv_bytes_per_row=conv.bytes,
         state_bytes=4 * s.heads * s.head_dim**2,
         forms=found,

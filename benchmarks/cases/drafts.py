@@ -36,6 +36,12 @@ def _bank(s: Sizes, layers: bool) -> tuple[torch.Tensor, ...]:
     return u, k, s.gate_bound * draw.normal(*shape).sigmoid_()
 
 
+def _no_tail(requests: int) -> tuple[torch.Tensor, ...]:
+    """starts, tails and fold_slots of requests without pending records."""
+    none = torch.zeros(requests, dtype=torch.int64)
+    return none, none, none - 1
+
+
 def _verify(s: Sizes) -> Case:
     n, h, d = s.requests, s.heads, s.head_dim
 
@@ -44,7 +50,7 @@ def _verify(s: Sizes) -> Case:
         inputs = rows(draw, s, n * ROWS, h, "fp32")
         states = draw.normal(n, h, d, d)
         spans = draw.order(n), torch.arange(n + 1) * ROWS, torch.arange(n)
-        return (*inputs, states, *spans, *_bank(s, layers=False), d**-0.5)
+        return (*inputs, states, *spans, *_bank(s, layers=False), *_no_tail(n), d**-0.5)
 
     return Case(
         name="kda_verify",
@@ -67,7 +73,8 @@ def _commit(s: Sizes) -> Case:
         states = draw.normal(1, n, h, d, d)
         none = torch.full((n,), -1)
         counted = torch.full((n,), ACCEPTED)
-        return (states, draw.order(n), torch.arange(n), *_bank(s, layers=True), counted, none, none)
+        bank = _bank(s, layers=True)
+        return (states, draw.order(n), torch.arange(n), *bank, torch.zeros_like(none), counted, none, none)
 
     return Case(
         name="kda_commit",

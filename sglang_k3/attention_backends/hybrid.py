@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -9,7 +11,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang_k3.attention_backends.kda import K3KDABackend
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.attention_backends.mla import K3MLABackend
-from sglang_k3.speculative.replay_records import ReplayRecords, records_of
+from sglang_k3.speculative.replay_records import records_of
 
 
 class K3HybridBackend(HybridLinearAttnBackend):
@@ -19,15 +21,20 @@ class K3HybridBackend(HybridLinearAttnBackend):
     linear_attn_backend: K3KDABackend
 
     def init_forward_metadata(self, forward_batch) -> None:
-        metadata = BatchMetadata.build(forward_batch, self.req_to_token_pool)
+        pool = self.req_to_token_pool
+        metadata = BatchMetadata.build(forward_batch, pool)
+        records = records_of(pool)
         if metadata.verify:
-            self.records.opened(metadata.rows, metadata.prefix_lens)
+            assert records is not None
+            tail = records.opened(metadata.rows, metadata.prefix_lens, metadata.slots)
+            metadata = replace(metadata, tail=tail)
+        elif records is not None:
+            # A session's turn goes on from a state that may lack the last turn's tail.
+            kept = ~metadata.fresh
+            records.settle(pool.mamba_pool, metadata.rows[kept], metadata.slots[kept])
+            records.forget(metadata.rows)
         self.full_attn_backend.forward_metadata = metadata
         self.linear_attn_backend.forward_metadata = metadata
-
-    @property
-    def records(self) -> ReplayRecords:
-        return records_of(self.req_to_token_pool)
 
     def commit(
         self,
@@ -37,14 +44,16 @@ class K3HybridBackend(HybridLinearAttnBackend):
         track_offsets: torch.Tensor,
         track_slots: torch.Tensor,
     ) -> None:
-        """The accepted tokens of the last verify enter the states; all [N] int64.
+        """The accepted tokens of the last verify enter the states, now or with a later verify; all [N] int64.
 
         request_rows: rows of req_to_token. depths: committed tokens before the verify. counts: accepted
         tokens. track_offsets, track_slots: a checkpoint inside the accepted run, or -1. Raises StaleRecords.
         """
         pool = self.req_to_token_pool
         slots = pool.translate_mamba_indices(pool.get_mamba_indices(request_rows)).to(torch.int64)
-        self.records.commit(
+        records = records_of(pool)
+        assert records is not None
+        records.commit(
             pool.mamba_pool,
             slots=slots,
             bank_rows=request_rows,

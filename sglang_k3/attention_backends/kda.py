@@ -75,15 +75,17 @@ class K3KDABackend(MambaAttnBackendBase):
         return out.unsqueeze(0)
 
     def _forward_verify(self, layer, mixed_qkv, a, b):
-        """Drafted tokens: outputs and records; the states stay where the committed prefix ends."""
+        """Drafted tokens: outputs and records; no state goes beyond the committed prefix."""
         pool = self.req_to_token_pool
         cache = pool.mamba2_layer_cache(layer.layer_id)
-        bank = records_of(pool).layer(pool.mamba_map[layer.layer_id])
-        batch = self.forward_metadata
+        records, batch = records_of(pool), self.forward_metadata
+        assert records is not None and batch.tail is not None
+        bank = records.layer(pool.mamba_map[layer.layer_id])
         spans = batch.slots, batch.cu_seqlens, batch.rows
         qkv = self.conv_verify(mixed_qkv, layer.conv_weights, cache.conv[0], *spans, bank.x)
         q, k, v, g, beta = self._inputs(layer, qkv, a, b)
+        banks = bank.u, bank.k, bank.g
         out = self.verify(
-            q, k, v, g, beta, cache.temporal, *spans, bank.u, bank.k, bank.g, layer.head_k_dim**-0.5
+            q, k, v, g, beta, cache.temporal, *spans, *banks, *batch.tail, layer.head_k_dim**-0.5
         )
         return out.unsqueeze(0)

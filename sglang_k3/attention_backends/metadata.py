@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_k3.speculative.replay_records import Tail
+
 NO_TRACK = -1
 
 
@@ -31,7 +33,8 @@ class BatchMetadata:
     cu_seqlens [N+1]: token ranges; tokens past the last one are padding. prefix_lens [N]: tokens already
     in the caches. slots [N]: KDA state slot, -1 for none. fresh [N] bool: the state starts from zero.
     track_offsets, track_slots [N] (extend): copy the state after that many tokens of this call to that
-    slot; NO_TRACK for none. copy_from, copy_to [M] (decode): slots to copy after the step.
+    slot; NO_TRACK for none. copy_from, copy_to [M] (decode): slots to copy after the step. tail (verify):
+    accepted tokens that the states lack.
     """
 
     decode: bool
@@ -45,6 +48,7 @@ class BatchMetadata:
     track_slots: torch.Tensor
     copy_from: torch.Tensor
     copy_to: torch.Tensor
+    tail: Tail | None = None
 
     @staticmethod
     def build(batch: ForwardBatch, pool: HybridReqToTokenPool) -> BatchMetadata:

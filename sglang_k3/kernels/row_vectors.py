@@ -25,13 +25,13 @@ _LINE = 16
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-def _need_fp32(**arrays: Any) -> None:
+def need_fp32(**arrays: Any) -> None:
     for name, kind in arrays.items():
         if not (isinstance(kind, types.Array) and kind.layout == "C" and kind.dtype == types.float32):
             raise TypingError(f"{name} must be contiguous fp32, got {kind}")
 
 
-def _need_matrix(kind: Any) -> None:
+def need_matrix(kind: Any) -> None:
     if not (
         isinstance(kind, types.Array) and kind.layout == "C" and kind.dtype in (types.float32, types.uint16)
     ):
@@ -67,11 +67,15 @@ def _vector_at(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(pointer, [index]), _VECTOR.as_pointer())
 
 
-def _load(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
+def load_lanes(builder: ir.IRBuilder, pointer: Any, index: Any) -> Any:
     return builder.load(_vector_at(builder, pointer, index), align=4)
 
 
-def _pointers(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> list[Any]:
+def store_lanes(builder: ir.IRBuilder, value: Any, pointer: Any, index: Any) -> None:
+    builder.store(value, _vector_at(builder, pointer, index), align=4)
+
+
+def pointers_of(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> list[Any]:
     return [
         context.make_array(kind)(context, builder, value).data
         for kind, value in zip(kinds, values, strict=True)
@@ -95,7 +99,7 @@ def _row_starts(builder: ir.IRBuilder, state: Any, first: Any, width: Any) -> li
 def _load_wide(builder: ir.IRBuilder, kind: Any, pointer: Any, index: Any) -> Any:
     """LANES numbers as fp32, from fp32 or from bf16 bits."""
     if kind.dtype == types.float32:
-        return _load(builder, pointer, index)
+        return load_lanes(builder, pointer, index)
     halves, words = (ir.VectorType(ir.IntType(bits), LANES) for bits in (16, 32))
     place = builder.bitcast(builder.gep(pointer, [index]), halves.as_pointer())
     bits = builder.zext(builder.load(place, align=2), words)
@@ -106,7 +110,7 @@ def _sums(builder: ir.IRBuilder, kind: Any, rows: list[Any], operands: list[Any]
     """Emit one sum for each of ROWS rows of a matrix of this kind and each operand, over `count` numbers."""
 
     def step(index: Any, sums: list[Any]) -> list[Any]:
-        loaded = [_load(builder, pointer, index) for pointer in operands]
+        loaded = [load_lanes(builder, pointer, index) for pointer in operands]
         following = []
         for r, row in enumerate(rows):
             x = _load_wide(builder, kind, row, index)
@@ -121,7 +125,7 @@ def _sums(builder: ir.IRBuilder, kind: Any, rows: list[Any], operands: list[Any]
 
 def _products(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> list[Any]:
     """Emit the sums of `dots` and `matrix_dots`. values: matrix, first, width, the operands, count."""
-    matrix, *operands = _pointers(context, builder, [kinds[0], *kinds[3:-1]], [values[0], *values[3:-1]])
+    matrix, *operands = pointers_of(context, builder, [kinds[0], *kinds[3:-1]], [values[0], *values[3:-1]])
     rows = _row_starts(builder, matrix, values[1], values[2])
     return _sums(builder, kinds[0], rows, operands, values[-1])
 
@@ -129,7 +133,7 @@ def _products(context: Any, builder: ir.IRBuilder, kinds: Any, values: Any) -> l
 def _from_table(context: Any, builder: ir.IRBuilder, kind: Any, values: Any, width: Any) -> list[Any]:
     """Emit pointers to rows of a table. values: the table and the rows' numbers."""
     table, *numbers = values
-    (pointer,) = _pointers(context, builder, [kind], [table])
+    (pointer,) = pointers_of(context, builder, [kind], [table])
     return [builder.gep(pointer, [builder.mul(number, width)]) for number in numbers]
 
 
@@ -140,8 +144,8 @@ def dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, b: An
     matrix [n, width] fp32 or bf16 bits (uint16), a, b [width] fp32, all contiguous; rows first .. first +
     ROWS - 1.
     """
-    _need_fp32(a=a, b=b)
-    _need_matrix(matrix)
+    need_fp32(a=a, b=b)
+    need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         totals = _products(context, builder, signature.args, arguments)
@@ -153,8 +157,8 @@ def dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, b: An
 @intrinsic
 def matrix_dots(typing_context: Any, matrix: Any, first: Any, width: Any, a: Any, count: Any) -> Any:
     """The same with one operand: ROWS fp32."""
-    _need_fp32(a=a)
-    _need_matrix(matrix)
+    need_fp32(a=a)
+    need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         totals = _products(context, builder, signature.args, arguments)
@@ -169,12 +173,12 @@ def table_dots(
 ) -> Any:
     """`dots` with rows a and b of a table [n, width]. (A row cut out in numba counts references: two atomic
     additions, as much as the products of a row.)"""
-    _need_fp32(table=table)
-    _need_matrix(matrix)
+    need_fp32(table=table)
+    need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         operands = _from_table(context, builder, signature.args[3], arguments[3:6], arguments[2])
-        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        (pointer,) = pointers_of(context, builder, signature.args[:1], arguments[:1])
         rows = _row_starts(builder, pointer, arguments[1], arguments[2])
         totals = _sums(builder, signature.args[0], rows, operands, arguments[6])
         return context.make_tuple(builder, signature.return_type, totals)
@@ -187,12 +191,12 @@ def table_matrix_dots(
     typing_context: Any, matrix: Any, first: Any, width: Any, table: Any, a: Any, count: Any
 ) -> Any:
     """`matrix_dots` with row a of a table [n, width]."""
-    _need_fp32(table=table)
-    _need_matrix(matrix)
+    need_fp32(table=table)
+    need_matrix(matrix)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         operands = _from_table(context, builder, signature.args[3], arguments[3:5], arguments[2])
-        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        (pointer,) = pointers_of(context, builder, signature.args[:1], arguments[:1])
         rows = _row_starts(builder, pointer, arguments[1], arguments[2])
         totals = _sums(builder, signature.args[0], rows, operands, arguments[5])
         return context.make_tuple(builder, signature.return_type, totals)
@@ -200,7 +204,7 @@ def table_matrix_dots(
     return types.UniTuple(types.float32, ROWS)(matrix, first, width, table, a, count), codegen
 
 
-def _fetch(builder: ir.IRBuilder, pointer: Any, offset: Any) -> None:
+def prefetch_line(builder: ir.IRBuilder, pointer: Any, offset: Any) -> None:
     """Emit a request for the cache line at an element of an array; an address behind its end is ignored."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
@@ -216,11 +220,11 @@ def _decay_and_add(
     factor_lanes = [spread(builder, builder.extract_value(factors, r)) for r in range(ROWS)]
 
     def step(index: Any, values: list[Any]) -> list[Any]:
-        d, key = (_load(builder, place, index) for place in operands)
+        d, key = (load_lanes(builder, place, index) for place in operands)
         also(index)
         for row, factor in zip(rows, factor_lanes, strict=True):
-            following = fused(builder, _load(builder, row, index), d, builder.fmul(factor, key))
-            builder.store(following, _vector_at(builder, row, index), align=4)
+            following = fused(builder, load_lanes(builder, row, index), d, builder.fmul(factor, key))
+            store_lanes(builder, following, row, index)
         return values
 
     over(builder, count, LANES, [], step)
@@ -242,11 +246,11 @@ def table_decay_and_add(
 
     decay, k: rows of the table [n, width]. The sum is fused: fma(row, decay, u_r * k).
     """
-    _need_fp32(state=state, table=table)
+    need_fp32(state=state, table=table)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         operands = _from_table(context, builder, signature.args[3], arguments[3:6], arguments[2])
-        (pointer,) = _pointers(context, builder, signature.args[:1], arguments[:1])
+        (pointer,) = pointers_of(context, builder, signature.args[:1], arguments[:1])
         rows = _row_starts(builder, pointer, arguments[1], arguments[2])
         _decay_and_add(builder, rows, operands, arguments[6], arguments[7], lambda index: None)
         return context.get_dummy_value()
@@ -273,14 +277,14 @@ def table_decay_and_add_fetching(
     Two lines a step: asked for all at once they would fill the queue of misses and hold the arithmetic up,
     which is why a decode step with them in one burst was slower than without.
     """
-    _need_fp32(state=state, table=table)
-    _need_matrix(ahead)
+    need_fp32(state=state, table=table)
+    need_matrix(ahead)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         wide = arguments[2]
         operands = _from_table(context, builder, signature.args[3], arguments[3:6], wide)
         kinds = [signature.args[0], signature.args[8]]
-        pointer, target = _pointers(context, builder, kinds, [arguments[0], arguments[8]])
+        pointer, target = pointers_of(context, builder, kinds, [arguments[0], arguments[8]])
         rows = _row_starts(builder, pointer, arguments[1], wide)
         begin = builder.mul(arguments[9], wide)
 
@@ -288,7 +292,7 @@ def table_decay_and_add_fetching(
             # ROWS rows lie side by side: ROWS numbers of them for each one of a row.
             place: Any = builder.add(begin, builder.mul(index, ir.Constant(index.type, ROWS)))
             for line in range(0, ROWS * LANES, _LINE):
-                _fetch(builder, target, builder.add(place, ir.Constant(place.type, line)))
+                prefetch_line(builder, target, builder.add(place, ir.Constant(place.type, line)))
 
         _decay_and_add(builder, rows, operands, arguments[6], arguments[7], fetch)
         return context.get_dummy_value()
@@ -304,19 +308,19 @@ def add_rows(
 
     target [>= count], rows [n, width], contiguous fp32; rows first .. first + ROWS - 1; factors a tuple.
     """
-    _need_fp32(target=target, rows=rows)
+    need_fp32(target=target, rows=rows)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         into, matrix, start, wide, scalars, end = arguments
-        pointers = _pointers(context, builder, signature.args[:2], [into, matrix])
+        pointers = pointers_of(context, builder, signature.args[:2], [into, matrix])
         starts = _row_starts(builder, pointers[1], start, wide)
         factor_lanes = [spread(builder, builder.extract_value(scalars, r)) for r in range(ROWS)]
 
         def step(index: Any, values: list[Any]) -> list[Any]:
-            total = _load(builder, pointers[0], index)
+            total = load_lanes(builder, pointers[0], index)
             for row, factor in zip(starts, factor_lanes, strict=True):
-                total = fused(builder, factor, _load(builder, row, index), total)
-            builder.store(total, _vector_at(builder, pointers[0], index), align=4)
+                total = fused(builder, factor, load_lanes(builder, row, index), total)
+            store_lanes(builder, total, pointers[0], index)
             return values
 
         over(builder, end, LANES, [], step)

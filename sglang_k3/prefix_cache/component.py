@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang_k3.broken_requests import is_broken
 from sglang_k3.prefix_cache.metrics import Metrics, Slots
 from sglang_k3.prefix_cache.outcome import Outcome, outcome_of
+from sglang_k3.speculative.replay_records import records_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,11 @@ class KDAStateComponent(MambaComponent):
         self, req: Any, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """The depth of the state that goes into the tree; 0 where no slot can take its place."""
+        records = records_of(self.pool)
+        if records is not None and is_finished and not self.pool.enable_mamba_extra_buffer:
+            # The running slot itself goes into the tree.
+            slot = self.pool.translate_mamba_indices(req.kv.mamba_pool_idx.view(1))
+            records.settle_slots(self.pool.mamba_pool, slot)
         try:
             return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
         except NoSlot:

@@ -1,16 +1,18 @@
-"""Banks of replay records: what verify leaves behind instead of states, and the commit that replays it.
+"""Banks of replay records: what verify leaves behind instead of states, and how they enter a state.
 
 A bank row belongs to a running request (its row in req_to_token), never to a cached slot, so a checkpoint
-in the prefix cache costs nothing here. No tensor has a draft dimension beside a state's [V, K]. Each bank
-row remembers how deep the state was when its records were written; a commit that expects another depth is
-refused, because replaying a late or foreign record would leave a state that no prompt has.
+in the prefix cache costs nothing here. No tensor has a draft dimension beside a state's [V, K]. A request's
+rows are a ring: accepted tokens that its state lacks are the tail (record_forms.py says how long it gets),
+a verify's new rows lie behind it. Each bank row remembers the depth and the slot of the state it goes on
+from; a commit that expects another depth is refused, because replaying a late or foreign record would leave
+a state that no prompt has. Windows of the convolution are small and never lag.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MambaPool
@@ -18,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_k3.kernels.kda.record import Field, record_row
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.models.runtime import compute_dtype
+from sglang_k3.speculative.record_forms import Form, chosen
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,20 @@ class StaleRecords(RuntimeError):
 
 @dataclass(frozen=True)
 class LayerBank:
-    """One layer's banks: u [R, D, H, V], k and g [R, D, H, K], x [R, D, C]."""
+    """One layer's banks: u [B, R, H, V], k and g [B, R, H, K], x [B, D, C]."""
 
     u: torch.Tensor
     k: torch.Tensor
     g: torch.Tensor
     x: torch.Tensor
+
+
+class Tail(NamedTuple):
+    """What a verify finds between the states and its tokens, all [N] int64: see `kda.verify`."""
+
+    starts: torch.Tensor
+    tails: torch.Tensor
+    fold_slots: torch.Tensor
 
 
 def fields_of(cache_params: Any) -> tuple[Field, ...]:
@@ -54,23 +65,46 @@ def fields_of(cache_params: Any) -> tuple[Field, ...]:
     )
 
 
-def bytes_per_request(cache_params: Any, rows: int) -> int:
-    """Bytes of one running request's banks over all KDA layers of this rank, `rows` drafted rows each."""
-    return len(cache_params.layers) * rows * sum(field.bytes for field in fields_of(cache_params))
+def bytes_per_request(cache_params: Any, rows: int, form: Form) -> int:
+    """Bytes of one running request's banks over all KDA layers of this rank, `rows` drafted rows a step."""
+    *ring, conv = fields_of(cache_params)
+    return len(cache_params.layers) * rows * (form.blocks * sum(f.bytes for f in ring) + conv.bytes)
 
 
 class ReplayRecords:
     """Banks for `requests` running requests (and row 0, which is padding), `rows` drafted rows, `layers`."""
 
     def __init__(
-        self, fields: tuple[Field, ...], *, layers: int, requests: int, rows: int, device: str, exact: bool
+        self,
+        fields: tuple[Field, ...],
+        *,
+        layers: int,
+        requests: int,
+        rows: int,
+        form: Form,
+        device: str,
+        exact: bool,
     ) -> None:
         self.rows = rows
+        self.form = form
+        self.ring = rows * form.blocks
         self.u, self.k, self.g, self.x = (
-            torch.zeros(layers, requests + 1, rows, *field.shape, dtype=field.dtype, device=device)
+            torch.zeros(
+                layers,
+                requests + 1,
+                rows if field.name == "x" else self.ring,
+                *field.shape,
+                dtype=field.dtype,
+                device=device,
+            )
             for field in fields
         )
-        self.depth = torch.full((requests + 1,), _NOTHING, dtype=torch.int64, device=device)
+        nothing = torch.full((requests + 1,), _NOTHING, dtype=torch.int64, device=device)
+        self.depth, self.slot = nothing, nothing.clone()
+        """[B]: tokens in the state that a row goes on from, and its slot; -1 where it goes on from none."""
+        self.starts, self.tails = torch.zeros_like(nothing), torch.zeros_like(nothing)
+        self.verified = torch.zeros_like(nothing, dtype=torch.bool)
+        """[B]: a verify wrote rows that are not committed yet."""
         call = Call(torch.device(device).type, self.k.dtype, exact)
         self._commit_states = choose("kda.commit", call)
         self._commit_windows = choose("short_conv.commit", call)
@@ -82,9 +116,22 @@ class ReplayRecords:
     def layer(self, index: int) -> LayerBank:
         return LayerBank(self.u[index], self.k[index], self.g[index], self.x[index])
 
-    def opened(self, bank_rows: torch.Tensor, depths: torch.Tensor) -> None:
-        """A verify is about to write these rows; depths [N]: tokens already in each request's state."""
-        self.depth[bank_rows] = depths
+    def opened(self, bank_rows: torch.Tensor, depths: torch.Tensor, slots: torch.Tensor) -> Tail:
+        """A verify is about to write rows of these requests. depths [N]: committed tokens; slots [N].
+
+        Returns what it finds behind the states. May be asked again for the same verify. Raises StaleRecords
+        where a request's tail does not end at its depth.
+        """
+        starts, tails = self.starts[bank_rows], self.tails[bank_rows]
+        known = self.depth[bank_rows] != _NOTHING
+        self._check(known & (self.depth[bank_rows] + tails != depths), bank_rows, depths, tails)
+        self.depth[bank_rows], self.slot[bank_rows] = depths - tails, slots
+        self.verified[bank_rows] = True
+        return Tail(starts, tails, torch.where(self._folds(tails), slots, _NOTHING))
+
+    def _folds(self, tails: torch.Tensor) -> torch.Tensor:
+        """[N] bool: the verify behind such a tail writes the state, because another one would not fit."""
+        return (tails > 0) & (tails + 2 * self.rows > self.ring)
 
     def commit(
         self,
@@ -97,26 +144,88 @@ class ReplayRecords:
         track_offsets: torch.Tensor,
         track_slots: torch.Tensor,
     ) -> None:
-        """Replay counts [N] recorded tokens into the states and windows of all layers, in one call each.
+        """The first counts [N] tokens of the last verify are accepted: one call each for all layers.
 
         slots, bank_rows, depths [N]: as at the verify. track_offsets, track_slots [N]: where a checkpoint
-        lies inside the accepted run (see `kda.commit`). Raises StaleRecords, having changed nothing, when
-        a count is out of range or the records are another step's; each row can be committed once.
+        lies inside the accepted run (see `kda.commit`); it takes the tail into the state. Raises
+        StaleRecords, having changed nothing, when a count is out of range or the records are another step's;
+        each verify can be committed once.
         """
-        wrong = (counts < 0) | (counts > self.rows) | (self.depth[bank_rows] != depths)
+        tails = self.tails[bank_rows]
+        wrong = (counts < 0) | (counts > self.rows) | ~self.verified[bank_rows]
+        self._check(wrong | (self.depth[bank_rows] + tails != depths), bank_rows, depths, counts)
+        self.verified[bank_rows] = False
+        starts, folded = self.starts[bank_rows], self._folds(tails)
+        starts = torch.where(folded, (starts + tails) % self.ring, starts)
+        tails = torch.where(folded, 0, tails)
+        kept = (track_slots >= 0) & (track_offsets >= 0) & (track_offsets <= counts)
+        due = torch.ones_like(kept) if self.form.at_once else kept
+        together = tails + counts
+        targets = torch.where(kept, track_slots, _NOTHING)
+        accepted = torch.where(due, together, 0)
+        self._enter_states(pool, slots, bank_rows, starts, accepted, tails + track_offsets, targets)
+        self._commit_windows(
+            pool.mamba_cache.conv[0], slots, bank_rows, self.x, counts, track_offsets, track_slots
+        )
+        self._go_on(bank_rows, slots, depths + counts, starts, together, due)
+
+    def settle(self, pool: MambaPool, bank_rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """These requests' states are about to be read: their tails enter them, [N] each."""
+        ours = (self.slot[bank_rows] == slots) & (self.tails[bank_rows] > 0)
+        if not ours.any():
+            return
+        bank_rows, slots = bank_rows[ours], slots[ours]
+        starts, tails = self.starts[bank_rows], self.tails[bank_rows]
+        nowhere = torch.full_like(slots, _NOTHING)
+        self._enter_states(pool, slots, bank_rows, starts, tails, nowhere, nowhere)
+        depths = self.depth[bank_rows] + tails
+        self._go_on(bank_rows, slots, depths, starts, tails, torch.ones_like(slots, dtype=torch.bool))
+
+    def settle_slots(self, pool: MambaPool, slots: torch.Tensor) -> None:
+        """The same by slot, for readers that know no request."""
+        rows = (torch.isin(self.slot, slots.to(self.slot)) & (self.tails > 0)).nonzero().view(-1)
+        self.settle(pool, rows, self.slot[rows])
+
+    def forget(self, bank_rows: torch.Tensor) -> None:
+        """These rows go on from no state any more; a tail that they had is gone."""
+        self.depth[bank_rows] = self.slot[bank_rows] = _NOTHING
+        self.tails[bank_rows] = 0
+        self.verified[bank_rows] = False
+
+    def forget_slots(self, slots: torch.Tensor) -> None:
+        """What these slots held is overwritten."""
+        self.forget(torch.isin(self.slot, slots.to(self.slot)).nonzero().view(-1))
+
+    def _enter_states(self, pool: MambaPool, slots: torch.Tensor, bank_rows: torch.Tensor, *run: Any) -> None:
+        banks = self.u, self.k, self.g
+        self._commit_states(pool.mamba_cache.temporal, slots, bank_rows, *banks, *run)
+
+    def _go_on(
+        self,
+        bank_rows: torch.Tensor,
+        slots: torch.Tensor,
+        depths: torch.Tensor,
+        starts: torch.Tensor,
+        tails: torch.Tensor,
+        entered: torch.Tensor,
+    ) -> None:
+        """Note that states at depths - tails lack their tails, or where entered [N] that they have them."""
+        self.slot[bank_rows] = slots
+        self.depth[bank_rows] = torch.where(entered, depths, depths - tails)
+        self.starts[bank_rows] = torch.where(entered, (starts + tails) % self.ring, starts)
+        self.tails[bank_rows] = torch.where(entered, 0, tails)
+
+    def _check(
+        self, wrong: torch.Tensor, bank_rows: torch.Tensor, depths: torch.Tensor, counts: torch.Tensor
+    ) -> None:
         if wrong.any():
             first = int(wrong.nonzero()[0])
+            row = int(bank_rows[first])
             raise StaleRecords(
-                f"request row {int(bank_rows[first])}: {int(counts[first])} tokens to commit at depth "
-                f"{int(depths[first])}, but its records hold {self.rows} tokens from depth "
-                f"{int(self.depth[bank_rows[first]])}"
+                f"request row {row}: {int(counts[first])} tokens at depth {int(depths[first])}, but its "
+                f"records hold {self.rows if self.verified[row] else 0} tokens of a step and "
+                f"{int(self.tails[row])} before them from depth {int(self.depth[row])}"
             )
-        self.depth[bank_rows] = _NOTHING
-        tracks = track_offsets, track_slots
-        self._commit_states(
-            pool.mamba_cache.temporal, slots, bank_rows, self.u, self.k, self.g, counts, *tracks
-        )
-        self._commit_windows(pool.mamba_cache.conv[0], slots, bank_rows, self.x, counts, *tracks)
 
 
 class RecordingStatePool(MambaPool):
@@ -135,22 +244,37 @@ class RecordingStatePool(MambaPool):
             layers=len(pool["mamba_layer_ids"]),
             requests=spec_state_size,
             rows=speculative_num_draft_tokens,
+            form=chosen(),
             device=pool["device"],
             exact=bool(get_exec().deterministic.enable_deterministic_inference),
         )
         logger.info(
-            "replay records: %d requests x %d rows, %.1f MB (%d bytes a row and layer; a state has %d)",
+            "replay records, %s (%s): %d requests x %d rows, %.1f MB (%d bytes a row and layer; a state has "
+            "%d)",
+            self.records.form.name,
+            self.records.form.what,
             spec_state_size,
-            speculative_num_draft_tokens,
+            self.records.ring,
             self.records.bytes / 1e6,
             sum(field.bytes for field in fields_of(params)),
             self.mamba_cache.temporal[0, 0].nbytes,
         )
 
+    # Whoever copies a state reads it, and whoever writes a slot ends what went on from its old state.
 
-def records_of(req_pool: Any) -> ReplayRecords:
-    """The banks of a server that speculates, from its request pool."""
-    return req_pool.mamba_pool.records
+    def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
+        self.records.settle_slots(self, src_indices)
+        self.records.forget_slots(dst_indices)
+        super().copy_from(src_indices, dst_indices)
+
+    def clear_slots(self, indices: torch.Tensor) -> None:
+        self.records.forget_slots(indices)
+        super().clear_slots(indices)
+
+
+def records_of(req_pool: Any) -> ReplayRecords | None:
+    """The banks of a server that speculates, from its request pool; None for one that does not."""
+    return getattr(req_pool.mamba_pool, "records", None)
 
 
 def build_pool(original, req_pool, *, cache_params, speculative_num_draft_tokens=None, **rest) -> Any:
@@ -187,7 +311,7 @@ def plan_memory(original, planner, total_rest_memory: float) -> float:
     slots = get_schedule().max_mamba_cache_size
     if slots is not None:
         requests = min(requests, slots // planner._calculate_mamba_ratio())
-    each = bytes_per_request(params, get_spec().speculative_num_draft_tokens)
+    each = bytes_per_request(params, get_spec().speculative_num_draft_tokens, chosen())
     banks = each * (requests + 1) / _GIB
     logger.info("planned %.3f GiB of replay records: %d requests x %.1f MB", banks, requests, each / 1e6)
     planner.spec_algorithm = SpeculativeAlgorithm.NONE

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from sglang_k3.kernels.kda import cpu, reference
+from sglang_k3.kernels.kda import block_cpu, cpu, reference
 from sglang_k3.kernels.registry import Call, choose
 from tests.kernels.invariance import same_bits, torch_threads
 from tests.kernels.kda_cases import KDAInputs, decode, kda_inputs, states
@@ -16,16 +18,22 @@ WIDTH = 8
 POOLS = pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "verify, commit",
-    [(reference.verify, reference.commit), (cpu.verify, cpu.commit)],
-    ids=["reference", "numba"],
+    [
+        (reference.verify, reference.commit),
+        (cpu.verify, cpu.commit),
+        (block_cpu.verify, block_cpu.commit),
+    ],
+    ids=["reference", "row by row", "block"],
 )
 POISON = -77.0
 
 
-def banks(inputs: KDAInputs, rows: int, layers: int | None = None) -> tuple[torch.Tensor, ...]:
+def banks(
+    inputs: KDAInputs, rows: int, layers: int | None = None, ring: int = WIDTH
+) -> tuple[torch.Tensor, ...]:
     """u, k, g of `rows` running requests, poisoned: nothing may be read that was not written."""
     heads, value_dim, key_dim = *inputs.v.shape[1:], inputs.k.shape[2]
-    shape = (rows, WIDTH, heads) if layers is None else (layers, rows, WIDTH, heads)
+    shape = (rows, ring, heads) if layers is None else (layers, rows, ring, heads)
     return (
         torch.full((*shape, value_dim), POISON),
         torch.full((*shape, key_dim), POISON, dtype=inputs.k.dtype),
@@ -33,14 +41,15 @@ def banks(inputs: KDAInputs, rows: int, layers: int | None = None) -> tuple[torc
     )
 
 
-def run_verify(verify, inputs, pool, slots, lengths, rows, bank):
+def run_verify(verify, inputs, pool, slots, lengths, rows, bank, starts=None, tails=None, folds=None):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    return verify(
-        *inputs.tensors, pool, torch.tensor(slots), cu_seqlens, torch.tensor(rows), *bank, inputs.scale
-    )
+    none = [0] * len(slots)
+    pending = [torch.tensor(x) for x in (starts or none, tails or none, folds or [-1] * len(slots))]
+    spans = torch.tensor(slots), cu_seqlens, torch.tensor(rows)
+    return verify(*inputs.tensors, pool, *spans, *bank, *pending, inputs.scale)
 
 
-def run_commit(commit, pool, slots, rows, bank, counts, tracks=None):
+def run_commit(commit, pool, slots, rows, bank, counts, tracks=None, starts=None):
     """One layer: the stacked operator on views with a leading 1."""
     offsets, targets = zip(*tracks, strict=True) if tracks else ([-1] * len(slots), [-1] * len(slots))
     commit(
@@ -48,16 +57,17 @@ def run_commit(commit, pool, slots, rows, bank, counts, tracks=None):
         torch.tensor(slots),
         torch.tensor(rows),
         *(part.unsqueeze(0) for part in bank),
+        torch.tensor(starts or [0] * len(slots)),
         torch.tensor(counts),
         torch.tensor(offsets),
         torch.tensor(targets),
     )
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_registry_gives_the_numba_kernels(exact):
+@pytest.mark.parametrize("exact, kernels", [(False, block_cpu), (True, cpu)])
+def test_registry_gives_the_numba_kernels(exact, kernels):
     call = Call("cpu", torch.float32, exact)
-    assert choose("kda.verify", call) is cpu.verify and choose("kda.commit", call) is cpu.commit
+    assert choose("kda.verify", call) is kernels.verify and choose("kda.commit", call) is kernels.commit
     assert choose("kda.verify", Call("cpu", torch.float64)) is reference.verify
 
 
@@ -182,7 +192,7 @@ def test_all_layers_in_one_commit_have_the_bits_of_one_layer_each():
         )
     alone = pools.clone()
     arguments = [torch.tensor(x) for x in ([3, 1], [2, 1])]
-    ends = [torch.tensor(x) for x in ([6, 5], [2, -1], [2, -1])]
+    ends = [torch.tensor(x) for x in ([0, 0], [6, 5], [2, -1], [2, -1])]
     for threads in (1, 2):
         together = pools.clone()
         with torch_threads(threads):
@@ -226,8 +236,9 @@ def test_an_empty_batch_is_nothing(verify, commit):
     pool = states(inputs, 2)
     before, bank = pool.clone(), banks(inputs, 1)
     empty = torch.empty(0, dtype=torch.int64)
-    out = verify(*inputs.tensors, pool, empty, torch.zeros(1, dtype=torch.int64), empty, *bank, inputs.scale)
-    commit(pool.unsqueeze(0), empty, empty, *(part.unsqueeze(0) for part in bank), empty, empty, empty)
+    spans = empty, torch.zeros(1, dtype=torch.int64), empty
+    out = verify(*inputs.tensors, pool, *spans, *bank, empty, empty, empty, inputs.scale)
+    commit(pool.unsqueeze(0), empty, empty, *(part.unsqueeze(0) for part in bank), *[empty] * 4)
     assert out.shape == inputs.v.shape and same_bits(pool, before)
 
 
@@ -243,3 +254,115 @@ def test_gates_at_the_bound_stay_finite(gate):
         for t in range(WIDTH):
             decode(cpu.decode, inputs.rows(t, t + 1), stepped, torch.tensor([1]))
     assert pool.isfinite().all() and same_bits(pool, stepped)
+
+
+@dataclass
+class Rings:
+    """Three requests whose records, written by verifies of 5, 8 and 3 tokens, begin at `start` of a ring."""
+
+    inputs: KDAInputs
+    pool: torch.Tensor
+    bank: tuple[torch.Tensor, ...]
+    slots: tuple[int, ...] = (2, 4, 1)
+    rows: tuple[int, ...] = (1, 0, 2)
+    tails: tuple[int, ...] = (5, 0, 3)
+    starts: tuple[int, ...] = ()
+
+    @staticmethod
+    def written(verify, start: int, ring: int, *, dtype=torch.float32, **dims) -> Rings:
+        inputs = kda_inputs(40, **dims)
+        bank = banks(inputs, 3, ring=ring)
+        rings = Rings(inputs, states(inputs, 7, dtype=dtype), bank, starts=(start, start, start))
+        run_verify(verify, inputs.rows(0, 8), rings.pool, [2, 4, 1], [5, 0, 3], [1, 0, 2], bank, rings.starts)
+        return rings
+
+    def go_on(self, verify, folds=(-1, -1, -1)) -> torch.Tensor:
+        """Verify 8, 2 and 4 tokens more behind the tails."""
+        more = self.inputs.rows(8, 22)
+        rest = self.slots, (8, 2, 4), self.rows, self.bank, self.starts, self.tails, folds
+        return run_verify(verify, more, self.pool, *rest)
+
+    def settle(self, commit) -> None:
+        run_commit(commit, self.pool, self.slots, self.rows, self.bank, self.tails, starts=self.starts)
+
+
+RINGS = pytest.mark.parametrize("start, ring", [(0, 13), (6, 13), (30, 32)])
+
+
+@IMPLEMENTATIONS
+@POOLS
+@RINGS
+@pytest.mark.parametrize("key_dim, value_dim", [(32, 24), (60, 33), (7, 1)])
+def test_a_tail_and_a_fold_are_a_commit_before_the_verify(
+    verify, commit, pool_dtype, start, ring, key_dim, value_dim
+):
+    """The recurrence in fp64 over the tail, then over the tokens, whatever form carries the tail."""
+    rings = Rings.written(verify, start, ring, dtype=pool_dtype, key_dim=key_dim, value_dim=value_dim)
+    within = 3e-6 if pool_dtype == torch.float32 else 3e-2
+    want_pool = rings.pool.double()
+    double, outputs = rings.inputs.map(torch.Tensor.double), []
+    for slot, old, new in ((2, (0, 5), (8, 16)), (4, (5, 5), (16, 18)), (1, (5, 8), (18, 22))):
+        steps = [*range(*old), *range(*new)]
+        state = want_pool.clone()
+        out = [decode(reference.decode, double.rows(t, t + 1), state, torch.tensor([slot])) for t in steps]
+        outputs += out[old[1] - old[0] :]
+    for t, slot in [*((t, 2) for t in range(5)), *((t, 1) for t in range(5, 8))]:
+        decode(reference.decode, double.rows(t, t + 1), want_pool, torch.tensor([slot]))
+    before = rings.pool.clone()
+    carried = rings.go_on(verify)
+    assert same_bits(rings.pool, before)
+    assert scaled_error(carried, torch.cat(outputs)) < within
+    carried_bank = [part.clone() for part in rings.bank]
+    folded = rings.go_on(verify, folds=(2, 6, 5))
+    assert scaled_error(folded, torch.cat(outputs)) < within
+    for slot, source in ((2, 2), (6, 4), (5, 1)):
+        assert scaled_error(rings.pool[slot], want_pool[source]) < within
+    assert same_bits(rings.pool[[0, 1, 3, 4]], before[[0, 1, 3, 4]]), "only the folded slots are written"
+    for part, carried_part in zip(rings.bank, carried_bank, strict=True):
+        assert scaled_error(part, carried_part) < within
+
+
+@POOLS
+@RINGS
+def test_tail_fold_and_commit_have_the_same_bits_row_by_row(pool_dtype, start, ring):
+    rings = Rings.written(cpu.verify, start, ring, dtype=pool_dtype)
+    begin = rings.pool.clone()
+    carried, carried_u = rings.go_on(cpu.verify), rings.bank[0].clone()
+    folded = rings.go_on(cpu.verify, folds=(2, 4, 1))
+    assert same_bits(folded, carried) and same_bits(rings.bank[0], carried_u)
+    after = rings.pool.clone()
+    rings.pool.copy_(begin)
+    rings.settle(cpu.commit)
+    assert same_bits(rings.pool, after)
+    committed = run_verify(
+        cpu.verify,
+        rings.inputs.rows(8, 22),
+        rings.pool,
+        rings.slots,
+        (8, 2, 4),
+        rings.rows,
+        rings.bank,
+        starts=[(start + tail) % ring for tail in rings.tails],
+    )
+    assert same_bits(committed, carried) and same_bits(rings.bank[0], carried_u)
+
+
+@pytest.mark.parametrize("gate", [-5.0, -1e-30, 0.0])
+def test_a_long_tail_agrees_with_row_by_row_at_the_gates_bounds(gate):
+    """63 recorded tokens, whose decays together are 0 in fp32, or nothing at all."""
+    inputs = kda_inputs(71, key_dim=40)
+    bounded = KDAInputs(inputs.q, inputs.k, inputs.v, torch.full_like(inputs.g, gate), inputs.beta)
+    pool = states(inputs, 2)
+    results = []
+    for kernels in (cpu, block_cpu):
+        bank, own = banks(inputs, 1, ring=72), pool.clone()
+        for begin in range(0, 63, 7):
+            rows = bounded.rows(begin, begin + 7)
+            run_verify(kernels.verify, rows, own, [1], [7], [0], bank, [50], [begin])
+        out = run_verify(kernels.verify, bounded.rows(63, 71), own, [1], [8], [0], bank, [50], [63])
+        run_commit(kernels.commit, own, [1], [0], bank, [71], starts=[50])
+        results.append((out, own))
+    (exact, exact_pool), (block, block_pool) = results
+    assert exact.abs().max() > 1e-3
+    assert scaled_error(block, exact.double()) < 1e-5
+    assert scaled_error(block_pool, exact_pool.double()) < 1e-5

@@ -12,6 +12,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_k3.models.hf_config import K3CacheParams
 from sglang_k3.speculative import replay_records
+from sglang_k3.speculative.record_forms import FORMS, chosen
 from sglang_k3.speculative.replay_records import bytes_per_request, plan_memory
 
 GIB = 1 << 30
@@ -60,8 +61,8 @@ def planned(made, memory=60.0):
 def test_the_banks_of_every_running_request_are_charged(server):
     made = planner(real_params())
     rest, told_of_none = planned(made)
-    each = bytes_per_request(real_params(), ROWS)
-    assert each == 13_565_952 and each <= 14e6
+    assert bytes_per_request(real_params(), ROWS, FORMS["plain"]) == 13_565_952
+    each = bytes_per_request(real_params(), ROWS, chosen())
     assert rest == pytest.approx(60.0 - 49 * each / GIB)
     assert told_of_none and made.spec_algorithm is SpeculativeAlgorithm.DSPARK
 
@@ -69,15 +70,21 @@ def test_the_banks_of_every_running_request_are_charged(server):
 def test_what_is_charged_is_what_is_allocated(server):
     params = real_params()
     records = replay_records.ReplayRecords(
-        replay_records.fields_of(params), layers=69, requests=48, rows=ROWS, device="meta", exact=False
+        replay_records.fields_of(params),
+        layers=69,
+        requests=48,
+        rows=ROWS,
+        form=chosen(),
+        device="meta",
+        exact=False,
     )
-    assert records.bytes == 49 * bytes_per_request(params, ROWS)
+    assert records.bytes == 49 * bytes_per_request(params, ROWS, chosen())
 
 
 def test_slots_bound_the_requests_that_can_run(server):
     server.max_mamba_cache_size = 52
     rest, _ = planned(planner(real_params()))
-    assert rest == pytest.approx(60.0 - 11 * bytes_per_request(real_params(), ROWS) / GIB)
+    assert rest == pytest.approx(60.0 - 11 * bytes_per_request(real_params(), ROWS, chosen()) / GIB)
 
 
 def test_without_speculation_and_for_other_models_nothing_changes(server):

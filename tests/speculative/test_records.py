@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.models.hf_config import K3CacheParams
-from sglang_k3.speculative import replay_records
+from sglang_k3.speculative import record_forms, replay_records
+from sglang_k3.speculative.record_forms import FORMS
 from sglang_k3.speculative.replay_records import ReplayRecords, StaleRecords, bytes_per_request, fields_of
 
 WIDE = {"heads": 96, "value_dim": 128, "key_dim": 128, "channels": 36_864}
@@ -32,8 +34,13 @@ def params(heads, layers, window):
 
 def test_a_request_of_the_real_model_takes_at_most_14_mb_on_eight_ranks(monkeypatch):
     monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype: dtype)
-    each = bytes_per_request(params(12, 69, torch.bfloat16), 8)
+    each = bytes_per_request(params(12, 69, torch.bfloat16), 8, FORMS["plain"])
     assert each == 69 * 8 * (122_880 + 73_728) // 8 == 13_565_952
+    folded, ring = (
+        bytes_per_request(params(12, 69, torch.bfloat16), 8, FORMS[n]) for n in ("folded", "ring")
+    )
+    assert folded == each + 69 * 8 * 122_880 // 8 == 22_044_672 and folded <= 28e6
+    assert ring == each + 3 * 69 * 8 * 122_880 // 8 == 39_002_112
     full_states = 69 * 8 * 96 * 128 * 128 * 4 // 8
     assert full_states / each > 30
 
@@ -44,12 +51,14 @@ def test_a_cpu_without_bf16_records_what_its_layers_hand_on(monkeypatch):
     assert k.dtype == torch.float32 and x.dtype == torch.bfloat16
 
 
-@pytest.fixture
-def records():
+@pytest.fixture(params=FORMS)
+def records(request):
     fields = record_row(
         heads=2, value_dim=4, key_dim=8, channels=12, activation=torch.float32, window=torch.float32
     )
-    made = ReplayRecords(fields, layers=3, requests=4, rows=8, device="cpu", exact=True)
+    made = ReplayRecords(
+        fields, layers=3, requests=4, rows=8, form=FORMS[request.param], device="cpu", exact=True
+    )
     for bank in (made.u, made.k, made.g, made.x):
         bank.normal_()
     return made
@@ -74,18 +83,24 @@ def commit(records, pool, *, depths=(10, 20), counts=(3, 8), rows=(1, 4)):
     )
 
 
+def opened(records, *, depths=(10, 20), rows=(1, 4)):
+    return records.opened(torch.tensor(rows), torch.tensor(depths), torch.tensor([2, 5]))
+
+
 def test_banks_belong_to_running_requests_and_have_no_state_in_them(records):
-    assert records.u.shape == (3, 5, 8, 2, 4) and records.k.shape == (3, 5, 8, 2, 8)
-    assert records.g.shape == (3, 5, 8, 2, 8) and records.x.shape == (3, 5, 8, 12)
-    assert records.bytes == 3 * 5 * 8 * (4 * (8 + 16 + 16) + 4 * 12)
+    ring = {"plain": 8, "folded": 16, "ring": 32}[records.form.name]
+    assert records.u.shape == (3, 5, ring, 2, 4) and records.k.shape == (3, 5, ring, 2, 8)
+    assert records.g.shape == (3, 5, ring, 2, 8) and records.x.shape == (3, 5, 8, 12)
+    assert records.bytes == 3 * 5 * (ring * 4 * (8 + 16 + 16) + 8 * 4 * 12)
     layer = records.layer(1)
     assert layer.u.data_ptr() == records.u[1].data_ptr() and layer.x.shape == (5, 8, 12)
 
 
 def test_a_commit_moves_its_own_slots(records, pool):
     before = pool.mamba_cache.temporal.clone()
-    records.opened(torch.tensor([1, 4]), torch.tensor([10, 20]))
+    opened(records)
     commit(records, pool)
+    records.settle(pool, torch.tensor([1, 4]), torch.tensor([2, 5]))
     changed = (pool.mamba_cache.temporal != before).flatten(2).any(-1)
     assert changed.all(0).tolist() == changed.any(0).tolist() == [False, False, True, False, False, True]
 
@@ -102,7 +117,7 @@ def test_a_commit_moves_its_own_slots(records, pool):
 )
 def test_counts_out_of_range_and_records_of_another_step_are_refused_untouched(records, pool, wrong, says):
     before = pool.mamba_cache.temporal.clone(), pool.mamba_cache.conv[0].clone()
-    records.opened(torch.tensor([1, 4]), torch.tensor([10, 20]))
+    opened(records)
     with pytest.raises(StaleRecords, match=says):
         commit(records, pool, **wrong)
     assert torch.equal(pool.mamba_cache.temporal, before[0])
@@ -110,7 +125,7 @@ def test_counts_out_of_range_and_records_of_another_step_are_refused_untouched(r
 
 
 def test_records_are_committed_once(records, pool):
-    records.opened(torch.tensor([1, 4]), torch.tensor([10, 20]))
+    opened(records)
     commit(records, pool)
     with pytest.raises(StaleRecords, match="depth"):
         commit(records, pool)
@@ -122,3 +137,128 @@ def test_our_state_shapes_are_told_from_another_models():
     from sglang.srt.configs.mamba_utils import KimiLinearCacheParams
 
     assert issubclass(K3CacheParams, KimiLinearCacheParams) and K3CacheParams is not KimiLinearCacheParams
+
+
+def test_a_tail_stays_until_the_next_step_would_not_fit(records, pool):
+    """Steps of 8, 3, 8, 8, 2: when states are written, and what a verify finds behind them."""
+    counts = (8, 3, 8, 8, 2)
+    expected = {
+        "plain": [(start, 0, -1) for start in (0, 0, 3, 3, 3)],
+        "folded": [(0, 0, -1), (0, 8, 2), (8, 3, 2), (11, 8, 2), (3, 8, 2)],
+        "ring": [(0, 0, -1), (0, 8, -1), (0, 11, -1), (0, 19, 2), (19, 8, -1)],
+    }[records.form.name]
+    depth, found, written = 10, [], []
+    for count in counts:
+        tail = opened(records, depths=(depth, 20), rows=(1, 4))
+        found.append(tuple(int(part[0]) for part in tail))
+        before = pool.mamba_cache.temporal[:, 2].clone()
+        commit(records, pool, depths=(depth, 20), counts=(count, 0))
+        written.append(not torch.equal(pool.mamba_cache.temporal[:, 2], before))
+        depth += count
+    assert found == expected
+    assert written == [records.form.at_once] * 5
+
+
+def test_a_checkpoint_inside_the_run_takes_the_tail_into_the_state(records, pool):
+    """The state and its checkpoint are those of the plain form, whatever was pending."""
+    plain = ReplayRecords(
+        record_row(
+            heads=2, value_dim=4, key_dim=8, channels=12, activation=torch.float32, window=torch.float32
+        ),
+        layers=3,
+        requests=4,
+        rows=8,
+        form=FORMS["plain"],
+        device="cpu",
+        exact=True,
+    )
+    other: Any = SimpleNamespace(
+        mamba_cache=SimpleNamespace(
+            temporal=pool.mamba_cache.temporal.clone(), conv=[pool.mamba_cache.conv[0].clone()]
+        )
+    )
+    depth = 10
+    for count, offset in ((4, -1), (5, 2), (8, -1), (1, 1), (6, -1)):
+        (start, _), (tail, _), (fold, _) = opened(records, depths=(depth, 20))
+        opened(plain, depths=(depth, 20))
+        first = (int(start) + int(tail)) % records.ring
+        at, to = (
+            [(n + i) % ring for i in range(8)]
+            for n, ring in ((first, records.ring), (int(plain.starts[1]), 8))
+        )
+        for bank, same in ((records.u, plain.u), (records.k, plain.k), (records.g, plain.g)):
+            same[:, 1, to] = bank[:, 1, at]
+        plain.x.copy_(records.x)
+        if fold >= 0:  # the verify writes the state: here by hand
+            move = [torch.tensor([n]) for n in (2, 1)]
+            records._commit_states(
+                pool.mamba_cache.temporal,
+                *move,
+                records.u,
+                records.k,
+                records.g,
+                start.view(1),
+                tail.view(1),
+                torch.tensor([-1]),
+                torch.tensor([-1]),
+            )
+        for each, into in ((records, pool), (plain, other)):
+            each.commit(
+                into,
+                slots=torch.tensor([2, 5]),
+                bank_rows=torch.tensor([1, 4]),
+                depths=torch.tensor([depth, 20]),
+                counts=torch.tensor([count, 0]),
+                track_offsets=torch.tensor([offset, -1]),
+                track_slots=torch.tensor([3, -1]),
+            )
+        depth += count
+        assert torch.equal(pool.mamba_cache.temporal[:, 3], other.mamba_cache.temporal[:, 3])
+        assert torch.equal(pool.mamba_cache.conv[0], other.mamba_cache.conv[0])
+        if offset >= 0:
+            assert torch.equal(pool.mamba_cache.temporal, other.mamba_cache.temporal)
+    records.settle(pool, torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(pool.mamba_cache.temporal, other.mamba_cache.temporal)
+
+
+def test_a_reader_by_slot_gets_the_whole_state_and_a_writer_ends_the_tail(records, pool):
+    opened(records)
+    commit(records, pool, counts=(5, 8))
+    lagging = pool.mamba_cache.temporal.clone()
+    records.forget_slots(torch.tensor([5]))
+    records.settle_slots(pool, torch.tensor([5, 2], dtype=torch.int32))
+    changed = (pool.mamba_cache.temporal != lagging).flatten(2).any(-1).any(0).tolist()
+    assert changed == [False, False, not records.form.at_once, False, False, False]
+    assert records.tails.tolist() == [0] * 5
+    again = pool.mamba_cache.temporal.clone()
+    records.settle_slots(pool, torch.tensor([2]))
+    assert torch.equal(pool.mamba_cache.temporal, again)
+
+
+def test_a_row_that_goes_on_from_another_slot_has_no_tail_for_it(records, pool):
+    opened(records)
+    commit(records, pool, counts=(5, 8))
+    lagging = pool.mamba_cache.temporal.clone()
+    records.settle(pool, torch.tensor([1, 4]), torch.tensor([4, 1]))
+    assert torch.equal(pool.mamba_cache.temporal, lagging)
+    records.forget(torch.tensor([1, 4]))
+    tail = records.opened(torch.tensor([1, 4]), torch.tensor([3, 7]), torch.tensor([4, 1]))
+    assert tail.tails.tolist() == [0, 0] and tail.fold_slots.tolist() == [-1, -1]
+
+
+def test_a_tail_that_does_not_end_at_the_depth_is_refused(records, pool):
+    opened(records)
+    commit(records, pool, counts=(5, 8))
+    with pytest.raises(StaleRecords, match="request row 4"):
+        opened(records, depths=(15, 29))
+    tail = opened(records, depths=(15, 28))
+    assert tail.tails.tolist() == ([0, 0] if records.form.at_once else [5, 8])
+
+
+def test_the_form_is_chosen_by_name(monkeypatch):
+    assert record_forms.chosen() is FORMS[record_forms.DEFAULT]
+    monkeypatch.setenv(record_forms.VARIABLE, "ring")
+    assert record_forms.chosen() is FORMS["ring"]
+    monkeypatch.setenv(record_forms.VARIABLE, "rings")
+    with pytest.raises(ValueError, match="SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring"):
+        record_forms.chosen()

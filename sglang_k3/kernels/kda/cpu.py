@@ -1,5 +1,5 @@
 """kda on a CPU: gate, decode and the exact prefill in numba; the fast prefill is in chunk_cpu.py, verify and
-commit in records_cpu.py."""
+commit in records_cpu.py, their fast forms in block_cpu.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from sglang_k3.kernels.kda import block_cpu
 from sglang_k3.kernels.kda.chunk_cpu import extend_chunk
 from sglang_k3.kernels.kda.records_cpu import commit, outputs, verify
 from sglang_k3.kernels.kda.token_cpu import SCRATCH_ROWS, token
@@ -24,7 +25,7 @@ from sglang_k3.kernels.split import over_items
 
 _ZERO = np.float32(0)
 
-__all__ = ["commit", "decode", "extend_chunk", "extend_recurrent", "gate", "verify"]
+__all__ = ["block_cpu", "commit", "decode", "extend_chunk", "extend_recurrent", "gate", "verify"]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -48,18 +48,18 @@ def outputs(v: torch.Tensor, cu_seqlens: np.ndarray) -> torch.Tensor:
 # each, which cost more than the arithmetic of the row.
 
 
-def _load_rows(state: Any, first: Any, count: Any, rows: Any) -> None:
+def load_rows(state: Any, first: Any, count: Any, rows: Any) -> None:
     """Inside numba: rows[:count] = state[first : first + count] as fp32, from fp32 or bf16 bits."""
     raise NotImplementedError("only inside numba code")
 
 
-@overload(_load_rows, jit_options={"cache": True})
+@overload(load_rows, jit_options={"cache": True})
 def _load_rows_for(state, first, count, rows):
     if state.dtype == types.float32:
 
         def copy(state, first, count, rows):
             for r in range(count):
-                for c in range(rows.shape[1]):
+                for c in range(state.shape[1]):
                     rows[r, c] = state[first + r, c]
 
         return copy
@@ -71,18 +71,18 @@ def _load_rows_for(state, first, count, rows):
     return from_bits
 
 
-def _store_rows(rows: Any, count: Any, state: Any, first: Any) -> None:
-    """Inside numba: the inverse of `_load_rows`."""
+def store_rows(rows: Any, count: Any, state: Any, first: Any) -> None:
+    """Inside numba: the inverse of `load_rows`."""
     raise NotImplementedError("only inside numba code")
 
 
-@overload(_store_rows, jit_options={"cache": True})
+@overload(store_rows, jit_options={"cache": True})
 def _store_rows_for(rows, count, state, first):
     if state.dtype == types.float32:
 
         def copy(rows, count, state, first):
             for r in range(count):
-                for c in range(rows.shape[1]):
+                for c in range(state.shape[1]):
                     state[first + r, c] = rows[r, c]
 
         return copy
@@ -114,52 +114,112 @@ def _settle_rows_for(rows, state, count):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _verify_head(q, k, v, g, beta, state, begin, end, scale, h, o, u, prepared, key_query, rows) -> None:
-    """Tokens begin .. end of head h: o [T, H, V] and u [D, H, V]; state [V, K] is only read."""
-    values = state.shape[0]
+def _replay_group(state, u, start, tail, h, prepared, first, size, rows) -> None:
+    """rows[:size] of a state [V, K], loaded, go through the recorded tokens start .. start + tail of a ring.
+
+    u [R, H, V]; prepared: rows i * PREPARED_ROWS are those of the i-th of these tokens.
+    """
+    ring, last = u.shape[0], u.shape[2] - 1
+    for i in range(tail):
+        at = (start + i) % ring
+        # Behind the last row of a state the scratch holds an older row, whose result nobody reads.
+        replay_rows(
+            rows,
+            0,
+            prepared,
+            i * PREPARED_ROWS,
+            u[at, h, first],
+            u[at, h, min(first + 1, last)],
+            u[at, h, min(first + 2, last)],
+            u[at, h, min(first + 3, last)],
+            state,
+            first + AHEAD if i == 0 else -1,
+        )
+        _settle_rows(rows, state, size)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _prepare_tail(bank_k, bank_g, bank, start, tail, h, key, prepared) -> None:
+    """What `_replay_group` needs of the recorded tokens; bank_k, bank_g [B, R, H, K]; key [K] scratch."""
+    ring = bank_k.shape[1]
+    for i in range(tail):
+        at = (start + i) % ring
+        widen(bank_k[bank, at, h], key)
+        prepare_key(key, bank_g[bank, at, h], prepared, i * PREPARED_ROWS)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _verify_head(
+    q, k, v, g, beta, state, begin, end, start, tail, fold, folded, scale, h, o, u, prepared, key_query, rows
+) -> None:
+    """Tokens begin .. end of head h: o [T, H, V] and u [R, H, V]; state [V, K] is only read, and goes to
+    `folded` behind the tail if `fold`. The first rows of `prepared` are the tail's."""
+    values, ring = state.shape[0], u.shape[0]
     for i in range(end - begin):
         t = begin + i
-        key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared, i * PREPARED_ROWS)
-    grouped = values - values % ROWS
-    for first in range(0, grouped, ROWS):
-        _load_rows(state, first, ROWS, rows)
+        key_query[i] = prepare(q[t, h], k[t, h], g[t, h], scale, prepared, (tail + i) * PREPARED_ROWS)
+    for first in range(0, values, ROWS):
+        size = min(ROWS, values - first)
+        load_rows(state, first, size, rows)
+        _replay_group(state, u, start, tail, h, prepared, first, size, rows)
+        if fold:
+            store_rows(rows, size, folded, first)
         for i in range(end - begin):
             t = begin + i
-            outputs, added = advance_rows(
-                rows,
-                0,
-                prepared,
-                i * PREPARED_ROWS,
-                key_query[i],
-                v[t, h, first],
-                v[t, h, first + 1],
-                v[t, h, first + 2],
-                v[t, h, first + 3],
-                beta[t, h],
-                state,
-                first + ROWS if i == 0 else -1,
-            )
-            o[t, h, first], o[t, h, first + 1], o[t, h, first + 2], o[t, h, first + 3] = outputs
-            u[i, h, first], u[i, h, first + 1], u[i, h, first + 2], u[i, h, first + 3] = added
-            _settle_rows(rows, state, ROWS)
-    for r in range(grouped, values):
-        _load_rows(state, r, 1, rows)
-        for i in range(end - begin):
-            t = begin + i
-            o[t, h, r], u[i, h, r] = advance_row(
-                rows[0], prepared, i * PREPARED_ROWS, key_query[i], v[t, h, r], beta[t, h]
-            )
-            _settle_rows(rows, state, 1)
+            at = (start + tail + i) % ring
+            base = (tail + i) * PREPARED_ROWS
+            if size == ROWS:
+                outputs, added = advance_rows(
+                    rows,
+                    0,
+                    prepared,
+                    base,
+                    key_query[i],
+                    v[t, h, first],
+                    v[t, h, first + 1],
+                    v[t, h, first + 2],
+                    v[t, h, first + 3],
+                    beta[t, h],
+                    state,
+                    first + ROWS if i == 0 else -1,
+                )
+                o[t, h, first], o[t, h, first + 1], o[t, h, first + 2], o[t, h, first + 3] = outputs
+                u[at, h, first], u[at, h, first + 1], u[at, h, first + 2], u[at, h, first + 3] = added
+            else:
+                for r in range(size):
+                    o[t, h, first + r], u[at, h, first + r] = advance_row(
+                        rows[r], prepared, base, key_query[i], v[t, h, first + r], beta[t, h]
+                    )
+            _settle_rows(rows, state, size)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _verify(
-    first, last, q, k, v, g, beta, state_pool, slots, cu_seqlens, bank_rows, bank_u, bank_k, bank_g, scale, o
+    first,
+    last,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state_pool,
+    slots,
+    cu_seqlens,
+    bank_rows,
+    bank_u,
+    bank_k,
+    bank_g,
+    starts,
+    tails,
+    fold_slots,
+    scale,
+    o,
 ) -> None:
-    heads, width = q.shape[1], q.shape[2]
-    prepared = np.empty((bank_u.shape[1] * PREPARED_ROWS, width), np.float32)
-    key_query = np.empty(bank_u.shape[1], np.float32)
-    rows = np.empty((ROWS, width), np.float32)
+    heads, width, ring = q.shape[1], q.shape[2], bank_u.shape[1]
+    prepared = np.empty((ring * PREPARED_ROWS, width), np.float32)
+    key_query = np.empty(ring, np.float32)
+    rows = np.zeros((ROWS, width), np.float32)
+    key = np.empty(width, np.float32)
     for item in range(first, last):
         n = item // heads
         h = item % heads
@@ -167,7 +227,8 @@ def _verify(
         if slots[n] < 0:
             o[begin:end, h] = _ZERO
             continue
-        bank = bank_rows[n]
+        bank, start, tail = bank_rows[n], starts[n], tails[n]
+        _prepare_tail(bank_k, bank_g, bank, start, tail, h, key, prepared)
         _verify_head(
             q,
             k,
@@ -177,6 +238,10 @@ def _verify(
             state_pool[slots[n], h],
             begin,
             end,
+            start,
+            tail,
+            fold_slots[n] >= 0,
+            state_pool[max(fold_slots[n], 0), h],
             scale,
             h,
             o,
@@ -186,13 +251,19 @@ def _verify(
             rows,
         )
         for i in range(end - begin):
-            narrow(k[begin + i, h], bank_k[bank, i, h])
-            for c in range(width):
-                bank_g[bank, i, h, c] = g[begin + i, h, c]
+            record_inputs(k, g, begin + i, h, bank_k[bank], bank_g[bank], (start + tail + i) % ring)
 
 
-@register("kda.verify", "numba", preference=10, exact=True, supports=fp32_or_bf16)
-def verify(
+@njit(cache=True, nogil=True, error_model="numpy")
+def record_inputs(k, g, t, h, bank_k, bank_g, at) -> None:
+    """What a token's record keeps of its inputs: k, g [T, H, K] to row `at` of bank_k, bank_g [R, H, K]."""
+    narrow(k[t, h], bank_k[at, h])
+    for c in range(g.shape[2]):
+        bank_g[at, h, c] = g[t, h, c]
+
+
+def run_verify(
+    kernel: Any,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -205,13 +276,16 @@ def verify(
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
     bank_g: torch.Tensor,
+    starts: torch.Tensor,
+    tails: torch.Tensor,
+    fold_slots: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See `reference.verify`. state_pool and bank_k fp32 or bf16."""
+    """`reference.verify` by a compiled kernel over the heads of all requests."""
     offsets = cu_seqlens.numpy()
     o = outputs(v, offsets)
     over_items(
-        _verify,
+        kernel,
         slots.shape[0] * v.shape[1],
         q.numel() * v.shape[2] // LANES,
         float_rows(q),
@@ -226,44 +300,51 @@ def verify(
         bank_u.numpy(),
         array_of(bank_k),
         bank_g.numpy(),
+        starts.numpy(),
+        tails.numpy(),
+        fold_slots.numpy(),
         np.float32(scale),
         o.numpy(),
     )
     return o.to(v.dtype)
 
 
+@register("kda.verify", "row by row", preference=10, exact=True, supports=fp32_or_bf16)
+def verify(*arguments: Any) -> torch.Tensor:
+    """See `reference.verify`. state_pool and bank_k fp32 or bf16."""
+    return run_verify(_verify, *arguments)
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
-def _replay_head(state, u, count, track_offset, track, h, prepared, rows) -> None:
+def _replay_head(state, u, start, count, track_offset, track, h, prepared, rows) -> None:
     """state [V, K] moves on by `count` recorded tokens; after track_offset it is kept in track too."""
     values = state.shape[0]
+    before = min(max(track_offset, 0), count)
     for first in range(0, values, ROWS):
         size = min(ROWS, values - first)
-        _load_rows(state, first, size, rows)
-        for i in range(count):
-            if i == track_offset:
-                _store_rows(rows, size, track, first)
-            # Behind the last row of a state the scratch holds an older row, whose result nobody reads.
-            replay_rows(
-                rows,
-                0,
-                prepared,
-                i * PREPARED_ROWS,
-                u[i, h, first],
-                u[i, h, min(first + 1, values - 1)],
-                u[i, h, min(first + 2, values - 1)],
-                u[i, h, min(first + 3, values - 1)],
-                state,
-                first + AHEAD if i == 0 else -1,
-            )
-            _settle_rows(rows, state, size)
-        if count == track_offset:
-            _store_rows(rows, size, track, first)
-        _store_rows(rows, size, state, first)
+        load_rows(state, first, size, rows)
+        _replay_group(state, u, start, before, h, prepared, first, size, rows)
+        if 0 <= track_offset <= count:
+            store_rows(rows, size, track, first)
+        rest = prepared[before * PREPARED_ROWS :]
+        _replay_group(state, u, start + before, count - before, h, rest, first, size, rows)
+        store_rows(rows, size, state, first)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _commit(
-    first, last, state_pools, slots, bank_rows, bank_u, bank_k, bank_g, counts, track_offsets, track_slots
+    first,
+    last,
+    state_pools,
+    slots,
+    bank_rows,
+    bank_u,
+    bank_k,
+    bank_g,
+    starts,
+    counts,
+    track_offsets,
+    track_slots,
 ) -> None:
     requests, heads, width = slots.shape[0], state_pools.shape[2], state_pools.shape[4]
     prepared = np.empty((bank_u.shape[2] * PREPARED_ROWS, width), np.float32)
@@ -276,13 +357,12 @@ def _commit(
         if slots[n] < 0 or counts[n] <= 0:
             continue
         bank = bank_rows[n]
-        for i in range(counts[n]):
-            widen(bank_k[layer, bank, i, h], key)
-            prepare_key(key, bank_g[layer, bank, i, h], prepared, i * PREPARED_ROWS)
+        _prepare_tail(bank_k[layer], bank_g[layer], bank, starts[n], counts[n], h, key, prepared)
         tracked = track_slots[n] >= 0
         _replay_head(
             state_pools[layer, slots[n], h],
             bank_u[layer, bank],
+            starts[n],
             counts[n],
             track_offsets[n] if tracked else -1,
             state_pools[layer, max(track_slots[n], 0), h],
@@ -292,23 +372,24 @@ def _commit(
         )
 
 
-@register("kda.commit", "numba", preference=10, exact=True, supports=fp32_or_bf16)
-def commit(
+def run_commit(
+    kernel: Any,
     state_pools: torch.Tensor,
     slots: torch.Tensor,
     bank_rows: torch.Tensor,
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
     bank_g: torch.Tensor,
+    starts: torch.Tensor,
     counts: torch.Tensor,
     track_offsets: torch.Tensor,
     track_slots: torch.Tensor,
 ) -> None:
-    """See `reference.commit`: one call for all layers. state_pools and bank_k fp32 or bf16."""
+    """`reference.commit` by a compiled kernel over the heads of all requests and layers."""
     layers, _, heads, values, width = state_pools.shape
     requests = slots.shape[0]
     over_items(
-        _commit,
+        kernel,
         layers * requests * heads,
         layers * requests * heads * values * width // LANES,
         array_of(state_pools),
@@ -317,7 +398,14 @@ def commit(
         bank_u.numpy(),
         array_of(bank_k),
         bank_g.numpy(),
+        starts.numpy(),
         counts.numpy(),
         track_offsets.numpy(),
         track_slots.numpy(),
     )
+
+
+@register("kda.commit", "row by row", preference=10, exact=True, supports=fp32_or_bf16)
+def commit(*arguments: Any) -> None:
+    """See `reference.commit`: one call for all layers. state_pools and bank_k fp32 or bf16."""
+    run_commit(_commit, *arguments)

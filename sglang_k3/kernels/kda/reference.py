@@ -134,6 +134,14 @@ def decode(
     )
 
 
+def _replayed(stored: torch.Tensor, u: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """A state [..., V, K] behind one recorded token: u [..., V], k (raw) and g [..., K]."""
+    compute = torch.promote_types(u.dtype, torch.float32)
+    key = _normalise(k.to(compute))
+    state = stored.to(compute) * g.to(compute).exp().unsqueeze(-2)
+    return (state + torch.einsum("...v,...k->...vk", u.to(compute), key)).to(stored.dtype)
+
+
 @register("kda.verify", "reference", preference=0, device="any")
 def verify(
     q: torch.Tensor,
@@ -148,16 +156,24 @@ def verify(
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
     bank_g: torch.Tensor,
+    starts: torch.Tensor,
+    tails: torch.Tensor,
+    fold_slots: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """`extend` without writing a state: drafted tokens leave a record each instead.
 
+    A request's records are a ring of R rows. Its tail, tails[n] accepted tokens from row starts[n] on, lies
+    between the state in its slot and the tokens of this call, whose records go behind it.
+
     Args (the others as in `extend`):
-        state_pool: [S, H, V, K], only read.
+        state_pool: [S, H, V, K]; only fold_slots are written.
         bank_rows: [N] int64, the row of each request's records in the banks (its running-request row).
-        bank_u: [R, D, H, V] fp32; row i of a request is the u of its token i (see the module's formula).
-        bank_k: [R, D, H, K] in the activation dtype, k before its normalisation.
-        bank_g: [R, D, H, K] fp32 log decay. A request has at most D tokens.
+        bank_u: [B, R, H, V] fp32: the u of each token (see the module's formula).
+        bank_k: [B, R, H, K] in the activation dtype, k before its normalisation.
+        bank_g: [B, R, H, K] fp32 log decay. Tail and tokens of a request are at most R together.
+        starts: [N] int64, 0..R-1. tails: [N] int64.
+        fold_slots: [N] int64: where the state behind the tail is written, -1: nowhere.
 
     Returns:
         o [T, H, V] in v's dtype. A request without a slot leaves no records.
@@ -166,11 +182,17 @@ def verify(
     o = torch.zeros_like(v)
     decay = g.to(compute).exp()
     query, key = _normalise(q.to(compute)) * scale, _normalise(k.to(compute))
+    ring = bank_u.shape[1]
     for n, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         stored = state_pool[slot]
-        row, begin = int(bank_rows[n]), int(cu_seqlens[n])
+        row, begin, at = int(bank_rows[n]), int(cu_seqlens[n]), int(starts[n])
+        for _ in range(int(tails[n])):
+            stored = _replayed(stored, bank_u[row, at], bank_k[row, at], bank_g[row, at])
+            at = (at + 1) % ring
+        if fold_slots[n] >= 0:
+            state_pool[fold_slots[n]] = stored
         for t in range(begin, int(cu_seqlens[n + 1])):
             state = stored.to(compute) * decay[t].unsqueeze(1)
             error = v[t].to(compute) - torch.einsum("hvk,hk->hv", state, key[t])
@@ -178,7 +200,8 @@ def verify(
             state = state + torch.einsum("hv,hk->hvk", u, key[t])
             o[t] = torch.einsum("hvk,hk->hv", state, query[t]).to(o.dtype)
             stored = state.to(state_pool.dtype)
-            bank_u[row, t - begin], bank_k[row, t - begin], bank_g[row, t - begin] = u, k[t], g[t]
+            bank_u[row, at], bank_k[row, at], bank_g[row, at] = u, k[t], g[t]
+            at = (at + 1) % ring
     return o
 
 
@@ -190,6 +213,7 @@ def commit(
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
     bank_g: torch.Tensor,
+    starts: torch.Tensor,
     counts: torch.Tensor,
     track_offsets: torch.Tensor,
     track_slots: torch.Tensor,
@@ -199,12 +223,13 @@ def commit(
     Args:
         state_pools: [L, S, H, V, K], updated in place; a bf16 state is rounded after every token.
         slots, track_slots: [N] int64, -1 for none. bank_rows: [N] int64.
-        bank_u, bank_k, bank_g: the banks of `verify`, stacked over the layers: [L, R, D, ...].
-        counts: [N] int64, 0..D accepted tokens (the last one is the verified token before the bonus).
+        bank_u, bank_k, bank_g: the banks of `verify`, stacked over the layers: [L, B, R, ...].
+        starts: [N] int64, the ring row of the first of them.
+        counts: [N] int64, 0..R accepted tokens (the last one is the verified token before the bonus).
         track_offsets: [N] int64: the state after so many of these tokens is also kept in track_slots[n]
             (0: the state before them). Beyond counts[n] or below 0: nothing is kept.
     """
-    compute = torch.promote_types(bank_u.dtype, torch.float32)
+    ring = bank_u.shape[2]
     for n, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -215,8 +240,6 @@ def commit(
                 state_pools[:, track] = stored
             if i == count:
                 break
-            decay = bank_g[:, row, i].to(compute).exp().unsqueeze(2)
-            key = _normalise(bank_k[:, row, i].to(compute))
-            state = stored.to(compute) * decay + torch.einsum("lhv,lhk->lhvk", bank_u[:, row, i], key)
-            stored = state.to(state_pools.dtype)
+            at = (int(starts[n]) + i) % ring
+            stored = _replayed(stored, bank_u[:, row, at], bank_k[:, row, at], bank_g[:, row, at])
         state_pools[:, slot] = stored

@@ -28,10 +28,11 @@ def forced(loop: Loop, schedule: Iterator[list[int]]) -> None:
 
 
 def state_of(loop: Loop, request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S, window) of a running request, all layers, copied."""
+    """(S, window) of a running request, all layers, copied; read as every reader has to."""
     pool = loop.scheduler.req_to_token_pool
     cache = pool.mamba_pool.mamba_cache
     slot = int(request.kv.mamba_pool_idx)
+    pool.mamba_pool.records.settle_slots(pool.mamba_pool, torch.tensor([slot]))
     return cache.temporal[:, slot].clone(), cache.conv[0][:, slot].clone()
 
 

@@ -103,7 +103,7 @@ class Lives(RuleBasedStateMachine):
         assert (len(pool.free_slots), pool.mamba_allocator.available_size()) == self.free, (
             "a row or slot leaked"
         )
-        assert (pool.mamba_pool.records.depth == -1).all(), "records outlived their step"
+        assert not pool.mamba_pool.records.verified.any(), "records outlived their step"
         for name, (_, key) in self.requests.items():
             if key not in _ALONE:
                 length, seed, tokens = key

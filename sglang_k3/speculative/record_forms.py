@@ -1,0 +1,42 @@
+"""When recorded tokens enter a state: the forms of design 5, chosen by SGLANG_K3_RECORDS.
+
+A request's records are a ring. What was accepted and is not in the state yet is the ring's tail, which a
+verify reads beside the state. The forms differ in how long a tail may grow.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+VARIABLE = "SGLANG_K3_RECORDS"
+
+
+@dataclass(frozen=True)
+class Form:
+    """blocks: the ring's rows, in steps of D drafted rows. at_once: a commit follows each verify, and there
+    is never a tail; otherwise a verify writes the state on its way as soon as another step would not fit."""
+
+    name: str
+    blocks: int
+    at_once: bool = False
+    what: str = ""
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        Form("plain", 1, at_once=True, what="commit after each verify"),
+        Form("folded", 2, what="the next verify writes the state of the last one"),
+        Form("ring", 4, what="states are written when three steps' records are full"),
+    )
+}
+DEFAULT = "folded"
+
+
+def chosen() -> Form:
+    """The form of this server. Raises ValueError naming the value and what there is."""
+    name = os.environ.get(VARIABLE, DEFAULT)
+    if name not in FORMS:
+        raise ValueError(f"{VARIABLE}={name}: pass one of {', '.join(FORMS)}, or unset it for {DEFAULT}")
+    return FORMS[name]
