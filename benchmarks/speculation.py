@@ -4,8 +4,8 @@
 
 Kernels: one KDA layer of Kimi K3 (96 heads of 128 x 128) at batches of 1, 4 and 16: a step that verifies 8
 rows and accepts 4 in each form of the records, beside the form that stores eight states and copies one back,
-in units of one in-place stream over the requests' states. Server: the trained tiny target with its draft, and without, two servers side
-by side asked in turn.
+in units of one in-place stream over the requests' states. Server: the trained tiny target with its draft, and
+without, two servers side by side asked in turn.
 """
 
 from __future__ import annotations
@@ -274,8 +274,7 @@ def markdown(report: Report) -> str:
         "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
         "the next verify writes the state; ring: every fifth does. Snapshots: every state stored, one copied "
         "back. It shows kernels of this CPU, and nothing about an NPU.\n",
-        "| requests | verify | commit | plain | folded | ring | snapshots | snapshots by best | best | probes "
-        "agree |",
+        "| requests | verify | commit | plain | folded | ring | snapshots | by best | best | probes agree |",
         "| --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
     for form in report.forms.values():
