@@ -123,17 +123,23 @@ def _check_speculation(view: Any) -> None:
     """Raises ValueError for what the speculative worker of this release does not do."""
     from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
+    from sglang_k3.speculative.record_forms import chosen
+
     mode = read_ragged_verify_mode()
-    if mode is not RaggedVerifyMode.STATIC:
+    if mode is RaggedVerifyMode.CAP_ACCEPT:
         raise ValueError(
-            f"SGLANG_RAGGED_VERIFY_MODE={mode.value}: this release verifies every drafted row; unset it, or "
-            "pass static"
+            f"SGLANG_RAGGED_VERIFY_MODE={mode.value} verifies rows that it does not accept: unset it or pass "
+            "compact for a budget, or static for every row"
         )
+    chosen()
     for flag, why in (
         ("enable_return_hidden_states", "a speculative step keeps no hidden states of accepted tokens"),
         ("speculative_use_block_verification", "drafts are accepted one by one"),
-        ("speculative_dspark_sps_table_path", "every drafted row is verified, whatever it costs"),
-        ("speculative_dspark_confidence_sts_path", "every drafted row is verified, whatever its confidence"),
+        ("speculative_dspark_sps_table_path", "the verify budget measures what a row costs itself"),
+        (
+            "speculative_dspark_confidence_sts_path",
+            "the verify budget scales confidences by what is accepted",
+        ),
     ):
         value = getattr(view, flag)
         if value:

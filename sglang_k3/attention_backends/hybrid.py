@@ -33,6 +33,7 @@ class K3HybridBackend(HybridLinearAttnBackend):
             kept = ~metadata.fresh
             records.settle(pool.mamba_pool, metadata.rows[kept], metadata.slots[kept])
             records.forget(metadata.rows)
+            records.forget_slots(torch.cat([metadata.slots, metadata.track_slots]))
         self.full_attn_backend.forward_metadata = metadata
         self.linear_attn_backend.forward_metadata = metadata
 

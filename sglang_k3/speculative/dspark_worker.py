@@ -39,7 +39,9 @@ from sglang_k3.models.kimi_k3 import KimiK3LinearForCausalLM, Taps
 from sglang_k3.speculative import sampling_rows
 from sglang_k3.speculative.acceptance import Accepted, accept_by_rejection, accept_equal, choose_rows
 from sglang_k3.speculative.proposer import Proposal, Proposer
+from sglang_k3.speculative.ragged_rows import RaggedRows
 from sglang_k3.speculative.row_penalties import RowPenalties
+from sglang_k3.speculative.row_planner import RowPlanner
 from sglang_k3.speculative.stops import RunLimits
 
 logger = logging.getLogger(__name__)
@@ -85,10 +87,12 @@ class K3DSparkWorker(BaseSpecWorker):
         self._generator = torch.Generator(self.device)
         self._generator.manual_seed(target_worker.random_seed ^ _DRAFT_NOISE)
         self._limits = RunLimits()
+        self._planner = RowPlanner(self.rows, target.text, self.device)
         self._penalties = RowPenalties(target.text.vocab_size, self.device)
         logger.info(
-            "DSpark: %d drafts a step, taps %s (%s), replay records, commit after each verify",
+            "DSpark: %d drafts a step, %s, taps %s (%s)",
             self.rows - 1,
+            self._planner.what,
             list(draft.draft_config.tapped_layers),
             "mixture" if draft.draft_config.mixture else "prefix",
         )
@@ -143,11 +147,13 @@ class K3DSparkWorker(BaseSpecWorker):
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         self._penalties.forget(rid)
-
-    # SGLang's worker keeps statistics for its verify budget; the scheduler asks every DSPARK worker for them.
+        self._planner.forget(rid)
 
     def block_accept_estimate_log_suffix(self) -> str | None:
-        return None
+        """Of the scheduler's line about a decode batch."""
+        return self._planner.summary()
+
+    # SGLang's worker keeps statistics for its own budget; the scheduler asks every DSPARK worker for them.
 
     def dump_info_records(self) -> dict | None:
         return None
@@ -220,29 +226,27 @@ class K3DSparkWorker(BaseSpecWorker):
         assert isinstance(draft_input, DFlashDraftInputV2)
         depths = batch.seq_lens
         anchors = draft_input.bonus_tokens.view(-1)
-        window = self._window(batch, draft_input)
-        proposal = self._proposer.propose(
-            anchors,
-            depths,
-            self._request_pool.req_to_token,
-            batch.req_pool_indices,
-            self._draft_temperatures(batch),
-        )
-        candidates = torch.cat([anchors.unsqueeze(1), proposal.tokens], 1)
-        output, can_run_graph = self._verify(batch, candidates, window)
+        step = self._planner.begin([req.rid for req in batch.reqs], depths)
+        proposal = self._propose(batch, anchors, step.drafting)
+        rows = step.drafted(proposal)
+        candidates = torch.cat([anchors.unsqueeze(1), proposal.tokens], 1)[:, : rows.width]
+        window = self._window(batch, draft_input, rows.width)
+        output, can_run_graph = self._verify(batch, candidates, window, rows)
         logits = output.next_token_logits
         self._adjust(batch, logits, candidates, grammar_barrier)
-        accepted = self._accept(batch, logits, candidates, proposal, window)
+        accepted = self._accept(batch, logits, candidates, proposal, window).limited(rows.counts)
         accepted = accepted.limited(self._limits.of(batch.reqs, depths, accepted.tokens))
         self._penalties.accept(batch.reqs, accepted.counts, accepted.anchors)
         if batch.return_logprob:
-            compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=self.rows)
+            compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=rows.width)
         new_seq_lens = depths + accepted.counts
         if on_publish is not None:
             on_publish(new_seq_lens)
         self._commit(batch, depths, accepted.counts)
         # Rows behind the accepted ones go to slots that this request overwrites before anything reads them.
-        self._write_context(output, window.positions_2d.reshape(-1), window.verify_cache_loc)
+        positions, slots = rows.pack(window.positions_2d), rows.pack(window.verify_cache_loc_2d)
+        self._write_context(output, positions, slots)
+        step.done(accepted.counts)
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=accepted.tokens.reshape(-1),
@@ -250,21 +254,38 @@ class K3DSparkWorker(BaseSpecWorker):
             next_draft_input=make_draft_input_v2(bonus_tokens=accepted.anchors, new_seq_lens=new_seq_lens),
             can_run_cuda_graph=can_run_graph,
             speculative_num_draft_tokens=self.rows,
+            speculative_output_stride=rows.width,
             new_seq_lens=new_seq_lens,
         )
 
-    def _window(self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2) -> VerifyWindow:
-        """Positions and cache slots of the D rows behind each request's committed tokens."""
+    def _window(self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2, width: int) -> VerifyWindow:
+        """Positions and cache slots of the rows behind each request's committed tokens."""
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
         return alloc_verify_window(
             batch=batch,
             bs=len(batch.seq_lens),
             device=self.device,
-            verify_num_draft_tokens=self.rows,
-            block_pos_offsets=self._offsets,
+            verify_num_draft_tokens=width,
+            block_pos_offsets=self._offsets[:width],
             model_runner=self.model_runner,
             seq_lens_cpu=lens,
         )
+
+    def _propose(
+        self, batch: ScheduleBatch, anchors: torch.Tensor, drafting: torch.Tensor | None
+    ) -> Proposal:
+        """Drafts for the requests where drafting [N] bool; None: for all."""
+        if drafting is not None and not bool(drafting.any()):
+            return Proposal(anchors.new_zeros(len(anchors), self.rows - 1), None, None)
+        temperatures = self._draft_temperatures(batch)
+        asked = anchors, batch.seq_lens, batch.req_pool_indices
+        if drafting is not None:
+            asked = tuple(each[drafting] for each in asked)
+            temperatures = None if temperatures is None else temperatures[drafting]
+        tokens, lens, request_rows = asked
+        table = self._request_pool.req_to_token
+        proposal = self._proposer.propose(tokens, lens, table, request_rows, temperatures)
+        return proposal if drafting is None else proposal.spread(drafting)
 
     def _draft_temperatures(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """[N, 1], 0 for greedy requests; None when drafts are to be the likeliest tokens throughout."""
@@ -274,24 +295,31 @@ class K3DSparkWorker(BaseSpecWorker):
         return torch.where(info.top_ks.view(-1, 1) <= 1, 0.0, info.temperatures)
 
     def _verify(
-        self, batch: ScheduleBatch, candidates: torch.Tensor, window: VerifyWindow
+        self, batch: ScheduleBatch, candidates: torch.Tensor, window: VerifyWindow, rows: RaggedRows
     ) -> tuple[Any, bool]:
-        """The target on all candidates at once: logits [N * D, V] and hidden states."""
+        """The target on the rows of all requests at once: logits [N * width, V], zero for rows that are not
+        computed, and hidden states of those that are."""
+        layout = rows.layout()
         verify = DFlashVerifyInput(
-            draft_token=candidates.reshape(-1),
-            positions=window.positions_2d.reshape(-1),
-            draft_token_num=self.rows,
+            draft_token=rows.pack(candidates),
+            positions=rows.pack(window.positions_2d),
+            draft_token_num=rows.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             live_seq_lens_cpu=batch.seq_lens_cpu,
-            kv_loc_plan=window.kv_loc_plan,
+            # SGLang plans for as many rows of each request; otherwise it makes a plan of the slots alone.
+            kv_loc_plan=window.kv_loc_plan if layout is None else None,
+            ragged_verify_layout=layout,
         )
-        batch.out_cache_loc = window.verify_cache_loc
+        batch.out_cache_loc = rows.pack(window.verify_cache_loc_2d)
         forward_batch, can_run_graph = verify.prepare_for_verify(batch, self.target_worker)
         forward_batch.mark_forward_metadata_ready()
         result = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
-        return result.logits_output, can_run_graph
+        output: Any = result.logits_output
+        output.next_token_logits = rows.unpack(output.next_token_logits)
+        output.broken_rows = rows.unpack(output.broken_rows)
+        return output, can_run_graph
 
     def _adjust(
         self, batch: ScheduleBatch, logits: torch.Tensor, candidates: torch.Tensor, grammar_barrier
@@ -313,7 +341,7 @@ class K3DSparkWorker(BaseSpecWorker):
         if info.logit_bias is not None:
             per_request.add_(info.logit_bias.unsqueeze(1))
         if info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, info, num_tokens_in_batch=self.rows)
+            apply_custom_logit_processor(logits, info, num_tokens_in_batch=candidates.shape[1])
 
     def _accept(
         self,
@@ -327,13 +355,14 @@ class K3DSparkWorker(BaseSpecWorker):
         if info.is_all_greedy:
             return accept_equal(candidates, logits.argmax(-1).view(candidates.shape))
         positions = window.positions_2d.reshape(-1)
-        rows = sampling_rows.for_rows(info, self.rows)
+        rows = sampling_rows.for_rows(info, candidates.shape[1])
         if proposal.distributions is None:
             # The sampler works in place, and logprobs are asked for afterwards.
             chosen = sampling_rows.choose(self.model_runner.sampler, logits.clone(), rows, positions)
             return accept_equal(candidates, chosen.view(candidates.shape))
+        drawn_from = proposal.distributions[:, : candidates.shape[1] - 1]
         target = sampling_rows.probabilities(logits, rows, positions).view(*candidates.shape, -1)
-        sampled = accept_by_rejection(candidates, target, proposal.distributions, self._generator)
+        sampled = accept_by_rejection(candidates, target, drawn_from, self._generator)
         greedy = accept_equal(candidates, logits.argmax(-1).view(candidates.shape))
         return choose_rows(info.top_ks.view(-1) <= 1, greedy, sampled)
 

@@ -11,10 +11,30 @@ from sglang_k3.models.dspark_draft import DSparkDraftModel
 
 class Proposal(NamedTuple):
     """tokens [N, gamma] int64; distributions [N, gamma, V]: what each was drawn from, None if all are
-    argmaxes."""
+    argmaxes. confidences [N, gamma]: chance of each to be accepted if those before it are; None if the draft
+    has no head for it."""
 
     tokens: torch.Tensor
     distributions: torch.Tensor | None
+    confidences: torch.Tensor | None
+
+    def spread(self, drafted: torch.Tensor) -> Proposal:
+        """The proposal of the requests where drafted [N] bool, with rows for the others, whose drafts are
+        token 0 for certain, and of no chance."""
+        n, gamma = len(drafted), self.tokens.shape[1]
+        tokens = self.tokens.new_zeros(n, gamma)
+        tokens[drafted] = self.tokens
+        distributions, confidences = self.distributions, self.confidences
+        if distributions is not None:
+            whole = distributions.new_zeros(n, *distributions.shape[1:])
+            whole[..., 0] = 1
+            whole[drafted] = distributions
+            distributions = whole
+        if confidences is not None:
+            whole = confidences.new_zeros(n, gamma)
+            whole[drafted] = confidences
+            confidences = whole
+        return Proposal(tokens, distributions, confidences)
 
 
 class Proposer:
@@ -39,9 +59,11 @@ class Proposer:
         model = self.model
         hidden = model.draft(anchors, context_lens, token_table, request_rows, self.pool)
         base = model.base_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        previous, tokens, drawn_from = anchors, [], []
+        previous, tokens, drawn_from, befores = anchors, [], [], []
         for k in range(hidden.shape[1]):
-            logits = base[:, k] + model.markov_head(model.markov_head.embed(previous))
+            embedded = model.markov_head.embed(previous)
+            logits = base[:, k] + model.markov_head(embedded)
+            befores.append(embedded)
             likeliest = logits.argmax(-1)
             if temperatures is None:
                 previous = likeliest
@@ -54,4 +76,14 @@ class Proposer:
                 drawn_from.append(probs)
                 previous = torch.multinomial(probs, 1, generator=self.generator)[:, 0]
             tokens.append(previous)
-        return Proposal(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
+        return Proposal(
+            torch.stack(tokens, 1),
+            torch.stack(drawn_from, 1) if drawn_from else None,
+            self._confidences(hidden, torch.stack(befores, 1)),
+        )
+
+    def _confidences(self, hidden: torch.Tensor, befores: torch.Tensor) -> torch.Tensor | None:
+        head = self.model.confidence_head
+        if head is None:
+            return None
+        return head(hidden.flatten(0, 1), befores.flatten(0, 1)).view(hidden.shape[:2])

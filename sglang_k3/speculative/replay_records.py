@@ -162,6 +162,7 @@ class ReplayRecords:
         due = torch.ones_like(kept) if self.form.at_once else kept
         together = tails + counts
         targets = torch.where(kept, track_slots, _NOTHING)
+        self.forget_slots(targets)
         accepted = torch.where(due, together, 0)
         self._enter_states(pool, slots, bank_rows, starts, accepted, tails + track_offsets, targets)
         self._commit_windows(
@@ -187,14 +188,16 @@ class ReplayRecords:
         self.settle(pool, rows, self.slot[rows])
 
     def forget(self, bank_rows: torch.Tensor) -> None:
-        """These rows go on from no state any more; a tail that they had is gone."""
+        """Other requests have these rows now, and go on from other states."""
         self.depth[bank_rows] = self.slot[bank_rows] = _NOTHING
         self.tails[bank_rows] = 0
         self.verified[bank_rows] = False
 
     def forget_slots(self, slots: torch.Tensor) -> None:
-        """What these slots held is overwritten."""
-        self.forget(torch.isin(self.slot, slots.to(self.slot)).nonzero().view(-1))
+        """What these slots held is overwritten, -1 aside: no row goes on from it any more, also not one of a
+        request that has ended and whose slot found another use."""
+        gone = torch.isin(self.slot, slots.to(self.slot)) & (self.slot != _NOTHING)
+        self.forget(gone.nonzero().view(-1))
 
     def _enter_states(self, pool: MambaPool, slots: torch.Tensor, bank_rows: torch.Tensor, *run: Any) -> None:
         banks = self.u, self.k, self.g

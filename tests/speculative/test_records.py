@@ -262,3 +262,22 @@ def test_the_form_is_chosen_by_name(monkeypatch):
     monkeypatch.setenv(record_forms.VARIABLE, "rings")
     with pytest.raises(ValueError, match="SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring"):
         record_forms.chosen()
+
+
+def test_a_slot_that_found_another_use_has_no_tail(records, pool):
+    """Row 4 ended with a tail for slot 5, which now takes a checkpoint of row 1."""
+    opened(records)
+    commit(records, pool, counts=(5, 8))
+    records.opened(torch.tensor([1]), torch.tensor([15]), torch.tensor([2]))
+    records.commit(
+        pool,
+        slots=torch.tensor([2]),
+        bank_rows=torch.tensor([1]),
+        depths=torch.tensor([15]),
+        counts=torch.tensor([4]),
+        track_offsets=torch.tensor([1]),
+        track_slots=torch.tensor([5]),
+    )
+    kept = pool.mamba_cache.temporal[:, 5].clone()
+    records.settle_slots(pool, torch.tensor([5]))
+    assert torch.equal(pool.mamba_cache.temporal[:, 5], kept)

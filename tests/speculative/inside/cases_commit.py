@@ -14,8 +14,9 @@ ROWS = 8
 
 
 def forced(loop: Loop, schedule: Iterator[list[int]]) -> None:
-    """From now on the worker accepts as many drafts as the schedule says, right or wrong."""
+    """From now on the worker verifies all drafts and accepts as many as the schedule says, right or wrong."""
     worker = loop.worker
+    worker._planner.budget = None
 
     def accept(batch, logits, candidates, proposal, window):
         chosen = logits.argmax(-1).view(candidates.shape)

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_k3.speculative.acceptance import Accepted
+from tests.speculative.inside.at_random import AtRandom
 
 _ALONE: dict[tuple, list[int]] = {}
 LENGTHS = (1, 17, 63, 64, 65, 130)
@@ -116,6 +117,7 @@ class Lives(RuleBasedStateMachine):
 
 def test_random_lives(loop, request):
     Lives.loop = loop
+    loop.worker._planner.budget = AtRandom(seed=7)
     run_state_machine_as_test(
         Lives, settings=settings(max_examples=6, stateful_step_count=25, deadline=None, print_blob=True)
     )

@@ -41,8 +41,11 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 def clean(loop: Loop):
     """Each case starts from an empty cache and leaves no request behind."""
     loop.flush()
+    planner = loop.worker._planner
+    budget = planner.budget
     yield
     loop.worker.__dict__.pop("_accept", None)
+    planner.budget = budget
     for request in list(loop.scheduler.running_batch.reqs) + list(loop.scheduler.waiting_queue):
         loop.abort(request.rid)
     loop.step(5)

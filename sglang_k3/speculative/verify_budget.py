@@ -1,0 +1,268 @@
+"""How many drafted rows each request verifies, and whether it drafts at all.
+
+A row is worth verifying while the tokens it is likely to yield outweigh the time it adds to everybody's step.
+Both sides are estimates that serving corrects: the draft's confidence, scaled by what was accepted of it
+before, and the times of past steps, regressed on what they computed. One solver over the whole batch
+maximises expected tokens by expected seconds. A request whose drafts do not pay is paused: it verifies its
+own token alone, no draft is computed for it, and it is tried again from time to time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+_FORGETTING = 0.995
+_EXPLORED_STEPS = 24
+_SMOOTHING = 0.25
+_RESUME_GAIN = 0.05
+"""A paused request drafts again when a trial promises so many tokens more than it costs: not the 0 that
+pauses it, or noise would switch it to and fro."""
+
+_FIRST_TRIAL, _LAST_TRIAL = 8, 128
+"""Steps until a pause is tried again, doubled after each trial that does not pay."""
+
+
+class Times:
+    """Seconds of a step by features of its work: least squares with coefficients that are not negative,
+    older steps counting less."""
+
+    def __init__(self, features: int) -> None:
+        self._normal = np.zeros((features, features))
+        self._right = np.zeros(features)
+        self._steps = 0
+        self.coefficients = np.zeros(features)
+
+    def observe(self, features: Sequence[float] | np.ndarray, seconds: float) -> None:
+        x = np.asarray(features, dtype=float)
+        self._normal = _FORGETTING * self._normal + np.outer(x, x)
+        self._right = _FORGETTING * self._right + seconds * x
+        self._steps += 1
+        if self._steps < 16 or self._steps % 8 == 0:
+            self._solve()
+
+    def _solve(self) -> None:
+        # Features that never varied alone cannot be told apart; a little ridge shares the time among them.
+        scale = np.sqrt(np.diag(self._normal)) + 1e-12
+        normal = self._normal / np.outer(scale, scale) + 1e-4 * np.eye(len(scale))
+        root = np.linalg.cholesky(normal)
+        solution, _ = nnls(root.T, np.linalg.solve(root, self._right / scale))
+        self.coefficients = solution / scale
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        return features @ self.coefficients
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer: a step loads those that its rows touch, all of them at most."""
+
+    count: int
+    top_k: int
+
+    def touched(self, rows: np.ndarray) -> np.ndarray:
+        """Expected number, for routes that are independent."""
+        return self.count * (1 - (1 - self.top_k / self.count) ** rows)
+
+
+@dataclass
+class _Request:
+    predicted: float = 1.0
+    accepted: float = 1.0
+    gain: float | None = None
+    paused: bool = False
+    rows_verified: int = 0
+    steps: int = 0
+
+    @property
+    def scale(self) -> float:
+        """By how much the draft's confidence was right lately."""
+        return min(1.5, self.accepted / self.predicted)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """rows [N]: to verify, 1..D. expected [N]: drafts expected to be accepted of them."""
+
+    rows: list[int]
+    expected: list[float]
+
+
+class VerifyBudget:
+    """rows: D of a full verify. One object a server; requests are known by their ids."""
+
+    def __init__(self, rows: int, experts: Experts | None) -> None:
+        self.rows = rows
+        self.experts = experts
+        self.verify_times, self.draft_times = Times(4), Times(3)
+        self._requests: dict[str, _Request] = {}
+        self._explored = 0
+        self._until_trial = self._interval = _FIRST_TRIAL
+        self._last_count = 0
+        self.reasons = {"explored": 0, "budgeted": 0, "paused": 0, "tried": 0}
+        """Steps by what decided their rows."""
+
+    # --- before the draft --------------------------------------------------------------------------------
+
+    def who_drafts(self, ids: Sequence[str]) -> list[bool]:
+        """[N]: for whom a draft is worth computing in this step."""
+        requests = [self._request(name) for name in ids]
+        if self._explored < _EXPLORED_STEPS or not any(request.paused for request in requests):
+            return [True] * len(requests)
+        if abs(len(ids) - self._last_count) > 0.25 * self._last_count:
+            # Other rows share the step's time: what did not pay may pay now.
+            self._interval = _FIRST_TRIAL
+            self._until_trial = min(self._until_trial, 2)
+        self._last_count = len(ids)
+        self._until_trial -= 1
+        if self._until_trial <= 0:
+            self.reasons["tried"] += 1
+            return [True] * len(requests)
+        return [not request.paused for request in requests]
+
+    # --- between draft and verify ------------------------------------------------------------------------
+
+    def decide(
+        self, ids: Sequence[str], drafted: Sequence[bool], chances: np.ndarray, context: int
+    ) -> Decision:
+        """chances [N, D - 1]: of each draft to be accepted if those before it are. context: tokens that the
+        requests' rows read, together."""
+        requests = [self._request(name) for name in ids]
+        count = len(requests)
+        drafts = np.where(np.asarray(drafted)[:, None], np.cumprod(chances, 1), 0.0)
+        drafts *= np.array([request.scale for request in requests])[:, None]
+        np.minimum(drafts, 1.0, out=drafts)
+        if self._explored < _EXPLORED_STEPS:
+            # Steps of every size, so that the time of a row can be told from a step's.
+            each = 1 + self._explored * 5 % self.rows
+            self._explored += 1
+            self.reasons["explored"] += 1
+            return self._decision(requests, [each] * count, drafts)
+        if not any(drafted):
+            self.reasons["paused"] += 1
+            return self._decision(requests, [1] * count, drafts)
+        order = np.argsort(-drafts, axis=None, kind="stable")
+        ranked = drafts.ravel()[order]
+        ranked = ranked[ranked > 0]
+        added = np.arange(len(ranked) + 1)
+        seconds = self.verify_seconds(count, count + added, context)
+        seconds = seconds + self.draft_seconds(count, sum(drafted), context)
+        rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])) / seconds
+        best = int(rates.argmax())
+        rows = 1 + np.bincount(order[:best] // (self.rows - 1), minlength=count)
+        self.reasons["budgeted"] += 1
+        self._judge(requests, drafted, rows, drafts, float(rates[best]), context)
+        return self._decision(requests, rows.tolist(), drafts)
+
+    def verify_seconds(self, count: int, rows: np.ndarray, context: int) -> np.ndarray:
+        return self.verify_times(self._verify_features(count, np.asarray(rows, dtype=float), context))
+
+    def draft_seconds(self, count: int, drafting: int, context: int) -> float:
+        """Of a draft for `drafting` of `count` requests."""
+        features = np.array(self._draft_features(count, drafting, context))
+        return float(self.draft_times(features)) if drafting else 0.0
+
+    @staticmethod
+    def _draft_features(count: int, drafting: int, context: int) -> list[float]:
+        return [1.0, drafting, drafting / count * context * 1e-3]
+
+    def _verify_features(self, count: int, rows: np.ndarray, context: int) -> np.ndarray:
+        touched = self.experts.touched(rows) if self.experts else np.zeros_like(rows)
+        # Every row reads its request's context.
+        return np.stack([np.ones_like(rows), rows, touched, rows / count * context * 1e-3], -1)
+
+    def _judge(
+        self,
+        requests: list[_Request],
+        drafted: Sequence[bool],
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        rate: float,
+        context: int,
+    ) -> None:
+        """Pause whose drafts have not paid lately; go on drafting where a trial pays."""
+        count, total = len(requests), int(rows.sum())
+        plain, speculating = self.verify_seconds(count, np.array([count, total]), context)
+        row_seconds = (speculating - plain) / max(1, total - count)
+        fixed = self.draft_seconds(count, 1, context)
+        each = max(0.0, self.draft_seconds(count, 2, context) - fixed)
+        kept = np.arange(self.rows - 1) < (rows - 1)[:, None]
+        gains = (drafts * kept).sum(1) - rate * (row_seconds * (rows - 1) + each)
+        gains = np.where(drafted, gains, 0.0)
+        # The first draft of a step costs most of what a draft costs, and all share it.
+        gains -= np.where(drafted, rate * (fixed - each) / sum(drafted), 0.0)
+        trial = any(
+            request.paused and is_drafted for request, is_drafted in zip(requests, drafted, strict=True)
+        )
+        resumed = False
+        for request, is_drafted, gain in zip(requests, drafted, gains.tolist(), strict=True):
+            if not is_drafted:
+                continue
+            if request.paused:
+                request.paused = gain < _RESUME_GAIN
+                request.gain = gain
+                resumed |= not request.paused
+            else:
+                last = gain if request.gain is None else request.gain
+                smoothed = last + _SMOOTHING * (gain - last)
+                request.gain, request.paused = smoothed, smoothed < 0
+        if trial:
+            self._interval = _FIRST_TRIAL if resumed else min(2 * self._interval, _LAST_TRIAL)
+            self._until_trial = self._interval
+
+    def _decision(self, requests: list[_Request], rows: list[int], drafts: np.ndarray) -> Decision:
+        for request, count in zip(requests, rows, strict=True):
+            request.rows_verified += count
+            request.steps += 1
+        expected = [float(chances[: count - 1].sum()) for chances, count in zip(drafts, rows, strict=True)]
+        return Decision(rows, expected)
+
+    # --- behind the step ---------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        ids: Sequence[str],
+        decision: Decision,
+        counts: Sequence[int],
+        context: int,
+        drafting: int,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """counts [N]: tokens accepted, the target's own included. Seconds as measured on rank 0."""
+        rows = float(sum(decision.rows))
+        self.verify_times.observe(self._verify_features(len(ids), np.array(rows), context), verify_seconds)
+        if drafting:
+            self.draft_times.observe(self._draft_features(len(ids), drafting, context), draft_seconds)
+        for name, verified, expected, count in zip(
+            ids, decision.rows, decision.expected, counts, strict=True
+        ):
+            if verified > 1:
+                request = self._request(name)
+                # What was predicted carries the scale already.
+                request.predicted += _SMOOTHING * (expected / request.scale - request.predicted)
+                request.predicted = max(request.predicted, 1e-2)
+                request.accepted += _SMOOTHING * (min(count, verified) - 1 - request.accepted)
+                request.accepted = max(request.accepted, 1e-2)
+
+    def forget(self, name: str) -> None:
+        self._requests.pop(name, None)
+
+    def _request(self, name: str) -> _Request:
+        if name not in self._requests:
+            others = self._requests.values()
+            # Where nobody's drafts pay, a newcomer waits for the next trial with the rest.
+            paused = bool(others) and all(request.paused for request in others)
+            self._requests[name] = _Request(paused=paused)
+        return self._requests[name]
+
+    def summary(self, ids: Sequence[str]) -> str:
+        """For the scheduler's log line."""
+        requests = [self._requests[name] for name in ids if name in self._requests]
+        steps = sum(request.steps for request in requests)
+        rows = sum(request.rows_verified for request in requests)
+        paused = sum(request.paused for request in requests)
+        return f"verify rows: {rows / max(1, steps):.2f}, paused: {paused}/{len(requests)}"
