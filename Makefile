@@ -51,8 +51,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Two files of tests at a time, which the two cores of a small machine take; what measures times runs alone.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/benchmarks
+	$(BIN)/python -m pytest tests/benchmarks
 
 verify: test
 	$(BIN)/python -m pytest -m verify

@@ -252,7 +252,7 @@ class RecordingStatePool(MambaPool):
             exact=bool(get_exec().deterministic.enable_deterministic_inference),
         )
         logger.info(
-            "replay records, %s (%s): %d requests x %d rows, %.1f MB (%d bytes a row and layer; a state has "
+            "replay records: %s (%s), %d requests x %d rows, %.1f MB (%d bytes a row and layer; a state has "
             "%d)",
             self.records.form.name,
             self.records.form.what,

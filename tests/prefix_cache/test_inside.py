@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_k3.speculative.record_forms import VARIABLE
 from tests.inside import run_cases
 
 INSIDE = Path(__file__).parent / "inside"
@@ -15,6 +16,8 @@ FULL = {
     "extra_buffer": {"K3_STRATEGY": "extra_buffer", "K3_SCHEDULES": "100000"},
     "grid of 64": {"K3_STRATEGY": "extra_buffer", "K3_GRID": "64"},
     "speculating": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1"},
+    "speculating, plain records": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1", VARIABLE: "plain"},
+    "speculating, a ring of records": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1", VARIABLE: "ring"},
     "lazy": {"K3_STRATEGY": "lazy"},
     "lazy, speculating": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1"},
     "mixed": {"K3_STRATEGY": "mixed"},
@@ -23,6 +26,7 @@ FULL = {
     "one state a path": {"K3_STRATEGY": "one state a path"},
     "no_buffer": {"K3_STRATEGY": "no_buffer"},
     "no_buffer, speculating": {"K3_STRATEGY": "no_buffer", "K3_DRAFT": "1"},
+    "no_buffer, a ring of records": {"K3_STRATEGY": "no_buffer", "K3_DRAFT": "1", VARIABLE: "ring"},
 }
 
 

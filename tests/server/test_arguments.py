@@ -149,10 +149,21 @@ def test_each_flag_that_cannot_work_is_refused_by_name(
             assert part in message, f"{flags} on {model}: {message}"
 
 
-def test_a_ragged_verify_is_refused(models: dict[str, Path], drafts: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "environment, refused",
+    [
+        ({"SGLANG_RAGGED_VERIFY_MODE": "cap-accept"}, "SGLANG_RAGGED_VERIFY_MODE=cap-accept"),
+        ({"SGLANG_K3_RECORDS": "rings"}, "SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring"),
+        ({"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_K3_RECORDS": "ring"}, None),
+    ],
+)
+def test_ways_to_verify_are_chosen_by_name(
+    models: dict[str, Path], drafts: dict[str, Path], environment: dict[str, str], refused: str | None
+) -> None:
     flags = ("--dtype", "float32", *SPECULATE, str(drafts["fits"]))
-    [(outcome, message)] = resolve([arguments(models["k3"], flags)], {"SGLANG_RAGGED_VERIFY_MODE": "compact"})
-    assert outcome == "refused" and "SGLANG_RAGGED_VERIFY_MODE=compact" in message
+    [found] = resolve([arguments(models["k3"], flags)], environment)
+    assert (found[0] == "refused") == (refused is not None)
+    assert refused is None or refused in found[1]
 
 
 def test_each_model_gets_its_backend(models: dict[str, Path]) -> None:
