@@ -53,7 +53,7 @@ lint: $(STAMP)
 
 # Two files of tests at a time, which the two cores of a small machine take; what measures times runs alone.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/benchmarks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/benchmarks
 	$(BIN)/python -m pytest tests/benchmarks
 
 verify: test

@@ -2,9 +2,9 @@
 
     python -m benchmarks.verify_budget [--out DIR] [--repeats 3]
 
-The trained tiny target without a draft, with one and every row verified (SGLANG_RAGGED_VERIFY_MODE=static),
-and with the budget; 1 to 16 requests at once, of text that the draft knows and of text that it does not.
-Each point is asked of all three in turn.
+The trained tiny target without a draft, with one and every row verified, and with the budget
+(SGLANG_RAGGED_VERIFY_MODE=compact); 1 to 16 requests at once, of text that the draft knows and text that it
+does not. Each point is asked of all three in turn.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _server(folder: Path, name: str) -> ServerProcess:
     flags = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
     flags += ("--max-running-requests", "16", "--max-mamba-cache-size", "96", "--max-total-tokens", "32768")
     draft = () if name == "off" else draft_flags(TINY_DRAFT)
-    env = {VARIABLE: "static"} if name == "static" else {}
+    env = {VARIABLE: "compact"} if name == "budget" else {}
     log = folder / f"{name}.log"
     return ServerProcess(*flags, "--disable-radix-cache", *draft, log=log, env=env)
 

@@ -5,7 +5,6 @@ The budget sits on rank 0, whose clock and estimates decide for every rank.
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -26,8 +25,8 @@ _CHANCE_WITHOUT_HEAD = 0.7
 
 
 def budgeted() -> bool:
-    """By SGLang's own variable: compact, ours where it is unset, budgets rows; static verifies all."""
-    return VARIABLE not in os.environ or read_ragged_verify_mode() is RaggedVerifyMode.COMPACT
+    """By SGLang's own variable: compact budgets rows; static, where it is unset, verifies all."""
+    return read_ragged_verify_mode() is RaggedVerifyMode.COMPACT
 
 
 class RowPlanner:
@@ -43,7 +42,8 @@ class RowPlanner:
 
     @property
     def what(self) -> str:
-        return f"all verified ({VARIABLE}=static)" if self.budget is None else "verified by a budget"
+        mode = read_ragged_verify_mode().value
+        return f"{'all' if self.budget is None else 'by a budget'} verified ({VARIABLE}={mode})"
 
     def begin(self, ids: list[str], seq_lens: torch.Tensor) -> Step:
         """ids, seq_lens [N]: the batch's requests, and their committed tokens."""

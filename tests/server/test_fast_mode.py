@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from sglang_k3.models.reference import ReferenceModel, Trace
+from sglang_k3.testing.server_process import draft_flags
 from tests.server.conftest import Model, must_hit
 from tests.server.harness import Server
 from tests.server.margin import Verdict, check
 
+TINY_DRAFT = Path(__file__).parents[2] / "examples" / "tiny-k3-dspark"
 NEW_TOKENS = 16
 POOLS = ("--max-total-tokens", "16384", "--max-mamba-cache-size", "200", "--max-running-requests", "8")
 
@@ -57,6 +59,36 @@ def test_float32_tokens_are_the_reference_models_cold_and_from_the_cache(
     assert [verdict.wrong for verdict in verdicts] == [()] * len(verdicts)
     assert compared >= 0.9 * len(verdicts) * NEW_TOKENS
     assert error < 1e-2
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("draft", [(), draft_flags(TINY_DRAFT)], ids=["plain", "speculating"])
+def test_sessions_with_edits_and_a_small_pool_are_the_reference_models(
+    draft: tuple[str, ...], trained_k3: Model, tmp_path: Path
+) -> None:
+    """Eight sessions of six turns, a pool for twelve states: tokens by the margin rule, turn by turn."""
+    oracle = ReferenceModel.from_checkpoint(trained_k3.path, torch.float64)
+    fresh = [token for ids in trained_k3.prompts for token in ids]
+    flags = ("--dtype", "float32", "--page-size", "16", "--max-running-requests", "2")
+    flags += ("--max-mamba-cache-size", "12", "--max-total-tokens", "4096", *draft)
+    histories: list[list[int]] = [[] for _ in range(8)]
+    verdicts, hits = [], 0
+    with Server(trained_k3.path, tmp_path / "log", *flags) as server:
+        for turn in range(6):
+            for session, history in enumerate(histories):
+                start = 97 * session + 11 * turn
+                if turn == 3:
+                    history[len(history) // 2] = 77 + session
+                ids = [*history, *fresh[start : start + 23 + 2 * session]]
+                reply = server.generate(ids, 10)
+                verdicts.append(check(oracle, ids, reply.ids, reply.logprobs))
+                hits += reply.cached
+                histories[session] = [*ids, *reply.ids]
+    compared, excused = sum(v.compared for v in verdicts), sum(v.excused for v in verdicts)
+    print(f"{hits} tokens hit, {compared} positions compared, {excused} excused")
+    assert [verdict.wrong for verdict in verdicts] == [()] * 48
+    assert compared >= 0.9 * 480 and hits > 300
+    assert max(verdict.largest_logprob_error for verdict in verdicts) < 1e-2
 
 
 @pytest.mark.parametrize(

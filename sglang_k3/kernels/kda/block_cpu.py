@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from sglang_k3.kernels.kda.block_vectors import COLUMNS, PADDING, TILE, rank_update, tile_products
+from sglang_k3.kernels.kda.block_vectors import COLUMNS, PADDING, TILE, rank_update, tile_products, turn_rows
 from sglang_k3.kernels.kda.records_cpu import load_rows, record_inputs, run_commit, run_verify, store_rows
 from sglang_k3.kernels.kda.reference import NORM_EPS
 from sglang_k3.kernels.registry import register
@@ -32,6 +32,9 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _NOTHING = np.float32(1e-30)
 """A decay below it is none: products of many gates at their bound end in slow denormal numbers."""
+
+_AHEAD = 2 * TILE
+"""How far ahead rows of a state are asked for; what lies behind the last state is ignored."""
 
 _GROUP = 2 * COLUMNS
 """Vectors that meet a tile at a time: the keys of COLUMNS tokens, and their queries."""
@@ -73,21 +76,20 @@ def _tail_factors(bank_u, start, count, h, factors) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _block_inputs(q, k, g, begin, tokens, scale, h, vectors, rows, mixing) -> None:
+def _block_inputs(q, k, g, begin, tokens, scale, h, asked, rows, mixing) -> None:
     """What a block's tokens ask of the state, and of each other.
 
-    vectors: column by column k_i P_i and q_i P_i, as `tile_products` takes them. rows [>= tokens + 4, K']:
-    scratch, zero behind K. mixing [tokens', 2, tokens']: of token i's key and of its query with the key of an
-    earlier token j (or its own, for the query), decayed on the way.
+    asked [columns, K']: k_i P_i and q_i P_i. rows [>= tokens + 4, K']: scratch, zero behind K. mixing
+    [tokens', 2, tokens']: of token i's key and of its query with the key of an earlier token j (or its own,
+    for the query), decayed on the way.
     """
-    width, padded = k.shape[2], rows.shape[1]
+    width = k.shape[2]
     last = rows.shape[0] - 4
     running, decays, key, query = last, last + 1, last + 2, last + 3
     for c in range(width):
         rows[running, c] = _ONE
     for i in range(tokens):
-        t, column = begin + i, i % COLUMNS
-        keys_at = i // COLUMNS * 2 * padded
+        t, column = begin + i, _key_column(i)
         for c in range(width):
             rows[decays, c] = exp(g[t, h, c])
         for c in range(width):
@@ -102,8 +104,8 @@ def _block_inputs(q, k, g, begin, tokens, scale, h, vectors, rows, mixing) -> No
             rows[key, c] *= key_factor
             rows[query, c] *= query_factor
         for c in range(width):
-            vectors[keys_at + c, column] = rows[running, c] * rows[key, c]
-            vectors[keys_at + padded + c, column] = rows[running, c] * rows[query, c]
+            asked[column, c] = rows[running, c] * rows[key, c]
+            asked[column + COLUMNS, c] = rows[running, c] * rows[query, c]
         for j in range(i):
             for c in range(width):
                 rows[j, c] *= rows[decays, c]
@@ -195,13 +197,14 @@ def _verify(
     scale,
     o,
 ) -> None:
-    heads, values, ring = q.shape[1], v.shape[2], bank_u.shape[1]
-    padded, high = -(-q.shape[2] // PADDING) * PADDING, -(-values // TILE) * TILE
+    heads, width, values, ring = q.shape[1], q.shape[2], v.shape[2], bank_u.shape[1]
+    padded, high = -(-width // PADDING) * PADDING, -(-values // TILE) * TILE
     columns = -(-ring // COLUMNS) * _GROUP
     tile = np.zeros((TILE, padded), np.float32)
     keys = np.zeros((ring + 1, padded), np.float32)
     factors = np.zeros((ring, high), np.float32)
     vectors = np.zeros((columns * padded // COLUMNS, COLUMNS), np.float32)
+    asked = np.zeros((columns, padded), np.float32)
     rows = np.zeros((-(-ring // ROWS) * ROWS + 4, padded), np.float32)
     mixing = np.zeros((ring, 2, -(-ring // ROWS) * ROWS), np.float32)
     products = np.zeros((columns, high), np.float32)
@@ -214,12 +217,15 @@ def _verify(
         if slots[n] < 0:
             o[begin:end, h] = _ZERO
             continue
-        state, bank = state_pool[slots[n], h], bank_rows[n]
+        # All heads of a request in one matrix: rows asked for ahead of time are the next head's at the end.
+        states, top, bank = state_pool[slots[n]].reshape(heads * values, width), h * values, bank_rows[n]
         start, tail, tokens = starts[n], tails[n], end - begin
         fold = fold_slots[n] >= 0
         folded = state_pool[max(fold_slots[n], 0), h]
         groups = -(-tokens // COLUMNS)
-        _block_inputs(q, k, g, begin, tokens, scale, h, vectors, rows, mixing)
+        _block_inputs(q, k, g, begin, tokens, scale, h, asked, rows, mixing)
+        for column in range(0, groups * _GROUP, COLUMNS):
+            turn_rows(asked, column, vectors, column // COLUMNS * padded)
         if tail:
             _tail_keys(bank_k[bank], bank_g[bank], start, tail, h, keys)
             _tail_factors(bank_u[bank], start, tail, h, factors)
@@ -227,14 +233,14 @@ def _verify(
                 _tail_products(keys, tail, vectors, groups, tile, tail_sums)
         for r in range(0, values, TILE):
             size = min(TILE, values - r)
-            load_rows(state, r, size, tile)
-            ahead = min(r + 2 * TILE, max(values - TILE, 0))
+            load_rows(states, top + r, size, tile)
+            ahead = top + r + _AHEAD
             if fold:
                 if tail:
-                    rank_update(tile, keys, 0, 1, tail, factors, 0, r, state, ahead)
+                    rank_update(tile, keys, 0, 1, tail, factors, 0, r, states, ahead)
                 store_rows(tile, size, folded, r)
             for group in range(groups):
-                tile_products(tile, vectors, products, group * _GROUP, r, state, ahead)
+                tile_products(tile, vectors, products, group * _GROUP, r, states, ahead)
         if tail and not fold:
             _add_tail(tail_sums, tail, tokens, factors, products)
         _solve(v, beta, begin, tokens, h, products, mixing, u, o)
@@ -280,7 +286,7 @@ def _commit(
         count, start = counts[n], starts[n]
         if slots[n] < 0 or count <= 0:
             continue
-        state = state_pools[layer, slots[n], h]
+        states, top = state_pools[layer, slots[n]].reshape(heads * values, width), h * values
         bank = bank_rows[n]
         tracked = track_slots[n] >= 0 and 0 <= track_offsets[n] <= count
         track = state_pools[layer, max(track_slots[n], 0), h]
@@ -290,15 +296,15 @@ def _commit(
         _tail_factors(bank_u[layer, bank], start, count, h, factors)
         for r in range(0, values, TILE):
             size = min(TILE, values - r)
-            ahead = min(r + 2 * TILE, max(values - TILE, 0))
-            load_rows(state, r, size, tile)
+            ahead = top + r + _AHEAD
+            load_rows(states, top + r, size, tile)
             if before:
-                rank_update(tile, before_keys, 0, 1, before, factors, 0, r, state, ahead)
+                rank_update(tile, before_keys, 0, 1, before, factors, 0, r, states, ahead)
             if tracked:
                 store_rows(tile, size, track, r)
             if before < count:
-                rank_update(tile, behind_keys, 0, 1, count - before, factors, before, r, state, ahead)
-            store_rows(tile, size, state, r)
+                rank_update(tile, behind_keys, 0, 1, count - before, factors, before, r, states, ahead)
+            store_rows(tile, size, states, top + r)
 
 
 @register("kda.commit", "block", preference=20, supports=fp32_or_bf16)

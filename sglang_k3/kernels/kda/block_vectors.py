@@ -146,6 +146,42 @@ def tile_products(
 
 
 @intrinsic
+def turn_rows(typing_context: Any, rows: Any, first: Any, vectors: Any, begin: Any) -> Any:
+    """vectors[begin + c, j] = rows[first + j, c] for j < COLUMNS and every c.
+
+    rows [n, width] (width a multiple of LANES), vectors [m, COLUMNS]: contiguous fp32.
+    """
+    need_fp32(rows=rows, vectors=vectors)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        kinds, values = ([of[i] for i in (0, 2)] for of in (signature.args, arguments))
+        source, target = pointers_of(context, builder, kinds, values)
+        first_row, begin_row = arguments[1], arguments[3]
+        width = _size(context, builder, kinds[0], values[0], 1)
+
+        def number(value: int) -> Any:
+            return ir.Constant(first_row.type, value)
+
+        starts = [
+            builder.gep(source, [builder.mul(builder.add(first_row, number(j)), width)])
+            for j in range(COLUMNS)
+        ]
+        into = builder.gep(target, [builder.mul(begin_row, number(COLUMNS))])
+
+        def step(index: Any, nothing: list[Any]) -> list[Any]:
+            turned = _columns_of(builder, [load_lanes(builder, start, index) for start in starts])
+            for i, vector in enumerate(turned):
+                place = builder.mul(builder.add(index, number(i)), number(COLUMNS))
+                store_lanes(builder, vector, into, place)
+            return nothing
+
+        over(builder, width, LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(rows, first, vectors, begin), codegen
+
+
+@intrinsic
 def rank_update(
     typing_context: Any,
     tile: Any,
