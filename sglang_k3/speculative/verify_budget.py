@@ -16,7 +16,14 @@ import numpy as np
 from scipy.optimize import nnls
 
 _FORGETTING = 0.995
-_EXPLORED_STEPS = 24
+_OUTLIER = 2.0
+"""A step that takes so many times what is expected counts as that: a first call with new shapes prepares its
+kernels, and says nothing about the next one."""
+
+_EXPLORED_STEPS = 32
+_UNSEEN_STEPS = 8
+"""Of these the first, one of each size, prepare kernels: their times say nothing."""
+
 _SMOOTHING = 0.25
 _RESUME_GAIN = 0.05
 """A paused request drafts again when a trial promises so many tokens more than it costs: not the 0 that
@@ -38,6 +45,8 @@ class Times:
 
     def observe(self, features: Sequence[float] | np.ndarray, seconds: float) -> None:
         x = np.asarray(features, dtype=float)
+        if self._steps >= len(x):
+            seconds = min(seconds, _OUTLIER * float(x @ self.coefficients))
         self._normal = _FORGETTING * self._normal + np.outer(x, x)
         self._right = _FORGETTING * self._right + seconds * x
         self._steps += 1
@@ -147,12 +156,14 @@ class VerifyBudget:
         order = np.argsort(-drafts, axis=None, kind="stable")
         ranked = drafts.ravel()[order]
         ranked = ranked[ranked > 0]
-        added = np.arange(len(ranked) + 1)
+        # Whole multiples of the batch, however they are shared out: kernels are prepared for each new number
+        # of rows.
+        added = np.arange(0, len(ranked) + 1, count)
         seconds = self.verify_seconds(count, count + added, context)
         seconds = seconds + self.draft_seconds(count, sum(drafted), context)
-        rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])) / seconds
+        rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])[added]) / seconds
         best = int(rates.argmax())
-        rows = 1 + np.bincount(order[:best] // (self.rows - 1), minlength=count)
+        rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
         self.reasons["budgeted"] += 1
         self._judge(requests, drafted, rows, drafts, float(rates[best]), context)
         return self._decision(requests, rows.tolist(), drafts)
@@ -233,9 +244,10 @@ class VerifyBudget:
         verify_seconds: float,
     ) -> None:
         """counts [N]: tokens accepted, the target's own included. Seconds as measured on rank 0."""
-        rows = float(sum(decision.rows))
-        self.verify_times.observe(self._verify_features(len(ids), np.array(rows), context), verify_seconds)
-        if drafting:
+        if self._explored > _UNSEEN_STEPS:
+            rows = np.array(float(sum(decision.rows)))
+            self.verify_times.observe(self._verify_features(len(ids), rows, context), verify_seconds)
+        if drafting and self._explored > _UNSEEN_STEPS:
             self.draft_times.observe(self._draft_features(len(ids), drafting, context), draft_seconds)
         for name, verified, expected, count in zip(
             ids, decision.rows, decision.expected, counts, strict=True
