@@ -105,6 +105,29 @@ def test_a_boundary_inside_the_accepted_run_leaves_a_checkpoint(loop, prompt, of
     assert list(reader.output_ids) == list(cold.output_ids)
 
 
+@pytest.mark.parametrize("tokens", (63, 64, 65, 66, 68, 72, 73))
+def test_a_boundary_crossed_by_the_finishing_step_serves_who_comes_with_it(loop, prompt, tokens):
+    """The writer's last run crosses depth 192 or just does not; its reader is there before it has ended."""
+    start = prompt(128, seed=300)
+    first = loop.admit("first", start, tokens)
+    loop.finish(first)
+    asked = [*start, *first.output_ids, *prompt(20, seed=7)]
+    loop.flush()
+    cold = loop.admit("cold", asked, 12)
+    loop.finish(cold)
+    loop.flush()
+    writer = loop.admit("writer", start, tokens)
+    while len(writer.output_ids) < tokens - ROWS:
+        loop.step()
+    reader = loop.admit("reader", asked, 12)
+    loop.finish(writer, reader)
+    again = loop.admit("again", asked, 12)
+    loop.finish(again)
+    assert list(writer.output_ids) == list(first.output_ids)
+    assert list(reader.output_ids) == list(again.output_ids) == list(cold.output_ids)
+    assert again.cached_tokens >= 128
+
+
 def test_no_tensor_of_the_pools_has_a_draft_dimension_beside_a_state(loop):
     pool = loop.scheduler.req_to_token_pool.mamba_pool
     heads, value_dim, key_dim = pool.mamba_cache.temporal.shape[2:]
