@@ -13,8 +13,9 @@ from tests.server.harness import Server, told
 
 FLAGS = ("--dtype", "float32", "--enable-deterministic-inference", "--max-running-requests", "8")
 FLAGS += ("--max-mamba-cache-size", "72", "--max-total-tokens", "32768", "--chunked-prefill-size", "256")
-STRATEGIES = {
+WAYS = {
     "extra_buffer": ("--page-size", "16"),
+    "a ring of records, rows by a budget": ("--page-size", "16"),
     "no_buffer": (
         "--page-size",
         "1",
@@ -27,6 +28,12 @@ STRATEGIES = {
         "--page-size",
         "64",
     ),
+}
+ENVIRONMENTS = {
+    "a ring of records, rows by a budget": {
+        "SGLANG_K3_RECORDS": "ring",
+        "SGLANG_RAGGED_VERIFY_MODE": "compact",
+    }
 }
 IN_TEST = ("extra_buffer",)
 # New tokens of each answer.
@@ -56,11 +63,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in IN_TEST else pytest.param(name, marks=pytest.mark.verify) for name in STRATEGIES],
+    params=[name if name in IN_TEST else pytest.param(name, marks=pytest.mark.verify) for name in WAYS],
 )
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculating") / "server.log"
-    with Server(TINY, log, *FLAGS, *STRATEGIES[request.param], *draft_flags(DRAFT)) as server:
+    env = ENVIRONMENTS.get(request.param)
+    with Server(TINY, log, *FLAGS, *WAYS[request.param], *draft_flags(DRAFT), env=env) as server:
         yield server
 
 

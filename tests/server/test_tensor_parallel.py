@@ -46,8 +46,9 @@ def test_two_ranks_give_the_reference_models_tokens_and_one_answer_to_the_bit(
 
 
 @pytest.mark.verify
+@pytest.mark.parametrize("rows", ["static", "compact"])
 def test_speculation_on_two_ranks_changes_no_bit(
-    trained_k3: Model, tmp_path_factory: pytest.TempPathFactory
+    trained_k3: Model, tmp_path_factory: pytest.TempPathFactory, rows: str
 ) -> None:
     """Greedy and seeded answers are those of two ranks without a draft. Draws without a seed need every rank
     to draw the same, else the ranks part and the next step hangs."""
@@ -57,7 +58,8 @@ def test_speculation_on_two_ranks_changes_no_bit(
     kinds: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "sampling_seed": 5})
     with Server(trained_k3.path, folder / "plain", *FLAGS, "--disable-overlap-schedule") as server:
         want = [told(server.answer(ids, 40, **kind)) for ids in prompts for kind in kinds]
-    with Server(trained_k3.path, folder / "fast", *FLAGS, *draft_flags(draft)) as server:
+    env = {"SGLANG_RAGGED_VERIFY_MODE": rows}
+    with Server(trained_k3.path, folder / "fast", *FLAGS, *draft_flags(draft), env=env) as server:
         assert [told(server.answer(ids, 40, **kind)) for ids in prompts for kind in kinds] == want
         drawn = [server.answer(ids, 64, temperature=1.0) for ids in prompts]
     assert [len(reply["output_ids"]) for reply in drawn] == [64] * len(prompts)
