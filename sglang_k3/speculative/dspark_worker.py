@@ -311,8 +311,10 @@ class K3DSparkWorker(BaseSpecWorker):
             ragged_verify_layout=layout,
         )
         batch.out_cache_loc = rows.pack(window.verify_cache_loc_2d)
-        forward_batch, can_run_graph = verify.prepare_for_verify(batch, self.target_worker)
-        forward_batch.mark_forward_metadata_ready()
+        # An eager forward plans a verify itself, whatever was planned before.
+        forward_batch, can_run_graph = verify.prepare_for_verify(
+            batch, self.target_worker, defer_metadata_init=True
+        )
         result = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )

@@ -199,9 +199,20 @@ class ReplayRecords:
         gone = torch.isin(self.slot, slots.to(self.slot)) & (self.slot != _NOTHING)
         self.forget(gone.nonzero().view(-1))
 
-    def _enter_states(self, pool: MambaPool, slots: torch.Tensor, bank_rows: torch.Tensor, *run: Any) -> None:
+    def _enter_states(
+        self,
+        pool: MambaPool,
+        slots: torch.Tensor,
+        bank_rows: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        *tracks: torch.Tensor,
+    ) -> None:
+        # On a CPU a look at the counts is free; a device would have to be waited for.
+        if counts.device.type == "cpu" and not counts.any():
+            return
         banks = self.u, self.k, self.g
-        self._commit_states(pool.mamba_cache.temporal, slots, bank_rows, *banks, *run)
+        self._commit_states(pool.mamba_cache.temporal, slots, bank_rows, *banks, starts, counts, *tracks)
 
     def _go_on(
         self,

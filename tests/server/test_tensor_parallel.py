@@ -63,4 +63,6 @@ def test_speculation_on_two_ranks_changes_no_bit(
         assert [told(server.answer(ids, 40, **kind)) for ids in prompts for kind in kinds] == want
         drawn = [server.answer(ids, 64, temperature=1.0) for ids in prompts]
     assert [len(reply["output_ids"]) for reply in drawn] == [64] * len(prompts)
-    assert all(reply["meta_info"]["spec_verify_ct"] < 63 for reply in drawn)
+    # A budget may find that drafts of sampled text do not pay.
+    steps = 62 if rows == "static" else 63
+    assert all(reply["meta_info"]["spec_verify_ct"] <= steps for reply in drawn)
