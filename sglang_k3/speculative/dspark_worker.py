@@ -226,7 +226,7 @@ class K3DSparkWorker(BaseSpecWorker):
         assert isinstance(draft_input, DFlashDraftInputV2)
         depths = batch.seq_lens
         anchors = draft_input.bonus_tokens.view(-1)
-        step = self._planner.begin([req.rid for req in batch.reqs], depths)
+        step = self._planner.begin([req.rid for req in batch.reqs], depths, batch.sampling_info)
         proposal = self._propose(batch, anchors, step.drafting)
         rows = step.drafted(proposal)
         candidates = torch.cat([anchors.unsqueeze(1), proposal.tokens], 1)[:, : rows.width]

@@ -6,6 +6,7 @@ The budget sits on rank 0, whose clock and estimates decide for every rank.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,11 +46,13 @@ class RowPlanner:
         mode = read_ragged_verify_mode().value
         return f"{'all' if self.budget is None else 'by a budget'} verified ({VARIABLE}={mode})"
 
-    def begin(self, ids: list[str], seq_lens: torch.Tensor) -> Step:
-        """ids, seq_lens [N]: the batch's requests, and their committed tokens."""
+    def begin(self, ids: list[str], seq_lens: torch.Tensor, info: Any) -> Step:
+        """ids, seq_lens [N]: the batch's requests, and their committed tokens; info: how they sample."""
         self._running = ids
         if self.budget is None:
             return Step(self)
+        for name, top_k in zip(ids, info.top_ks.tolist(), strict=True):
+            self.budget.welcome(name, greedy=top_k <= 1)
         return BudgetedStep(self, self.budget, ids, int(seq_lens.sum()))
 
     def agree(self, values: list[int]) -> torch.Tensor:

@@ -25,6 +25,9 @@ _UNSEEN_STEPS = 8
 """Of these the first, one of each size, prepare kernels: their times say nothing."""
 
 _SMOOTHING = 0.25
+_OWN_CORRECTION, _SHARED_CORRECTION = 0.5, 0.1
+"""How fast a surprise moves the logarithm of the trust in a request's drafts, and in those of all like it."""
+
 _RESUME_GAIN = 0.05
 """A paused request drafts again when a trial promises so many tokens more than it costs: not the 0 that
 pauses it, or noise would switch it to and fro."""
@@ -79,17 +82,19 @@ class Experts:
 
 @dataclass
 class _Request:
-    predicted: float = 1.0
-    accepted: float = 1.0
+    greedy: bool
+    trust: float
+    """Exponent of the draft's confidences: below 1 where more was accepted of them than they promised."""
+
     gain: float | None = None
     paused: bool = False
     rows_verified: int = 0
     steps: int = 0
 
-    @property
-    def scale(self) -> float:
-        """By how much the draft's confidence was right lately."""
-        return min(1.5, self.accepted / self.predicted)
+
+def _corrected(trust: float, surprise: float, rate: float) -> float:
+    """surprise: drafts expected less those accepted, by those verified."""
+    return float(np.clip(trust * np.exp(rate * surprise), 0.02, 50.0))
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ class VerifyBudget:
         self.experts = experts
         self.verify_times, self.draft_times = Times(4), Times(3)
         self._requests: dict[str, _Request] = {}
+        self._trust = {True: 1.0, False: 1.0}
+        """That of greedy and of sampled requests, where a new one begins."""
+
         self._explored = 0
         self._until_trial = self._interval = _FIRST_TRIAL
         self._last_count = 0
@@ -141,9 +149,8 @@ class VerifyBudget:
         requests' rows read, together."""
         requests = [self._request(name) for name in ids]
         count = len(requests)
-        drafts = np.where(np.asarray(drafted)[:, None], np.cumprod(chances, 1), 0.0)
-        drafts *= np.array([request.scale for request in requests])[:, None]
-        np.minimum(drafts, 1.0, out=drafts)
+        trust = np.array([request.trust for request in requests])[:, None]
+        drafts = np.where(np.asarray(drafted)[:, None], np.cumprod(chances, 1) ** trust, 0.0)
         if self._explored < _EXPLORED_STEPS:
             # Steps of every size, so that the time of a row can be told from a step's.
             each = 1 + self._explored * 5 % self.rows
@@ -254,21 +261,25 @@ class VerifyBudget:
         ):
             if verified > 1:
                 request = self._request(name)
-                # What was predicted carries the scale already.
-                request.predicted += _SMOOTHING * (expected / request.scale - request.predicted)
-                request.predicted = max(request.predicted, 1e-2)
-                request.accepted += _SMOOTHING * (min(count, verified) - 1 - request.accepted)
-                request.accepted = max(request.accepted, 1e-2)
+                surprise = (expected - (min(count, verified) - 1)) / (verified - 1)
+                request.trust = _corrected(request.trust, surprise, _OWN_CORRECTION)
+                shared = self._trust[request.greedy]
+                self._trust[request.greedy] = _corrected(shared, surprise, _SHARED_CORRECTION)
 
     def forget(self, name: str) -> None:
         self._requests.pop(name, None)
 
-    def _request(self, name: str) -> _Request:
+    def welcome(self, name: str, greedy: bool) -> None:
+        """A request that may be new; greedy: a draft is accepted where it is the likeliest token, however
+        likely it is."""
         if name not in self._requests:
             others = self._requests.values()
             # Where nobody's drafts pay, a newcomer waits for the next trial with the rest.
             paused = bool(others) and all(request.paused for request in others)
-            self._requests[name] = _Request(paused=paused)
+            self._requests[name] = _Request(greedy, self._trust[greedy], paused=paused)
+
+    def _request(self, name: str) -> _Request:
+        self.welcome(name, greedy=True)
         return self._requests[name]
 
     def summary(self, ids: Sequence[str]) -> str:

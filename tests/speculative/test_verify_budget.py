@@ -200,13 +200,30 @@ def test_another_load_is_reason_to_try_again_soon():
 def test_a_head_that_is_too_sure_is_believed_less():
     budget = known(step=20.0, row=1.0)
     first = step(budget, ["a"], (0.9,), accept=0)[1]
-    for _ in range(12):
-        step(budget, ["a"], (0.9,), accept=0)
-    budget._request("a").paused = False
-    later = step(budget, ["a"], (0.9,), accept=0)[1]
+    for _ in range(20):
+        budget._request("a").paused = False
+        later = step(budget, ["a"], (0.9,), accept=0)[1]
     assert first == [ROWS] and later[0] <= 2
-    other = budget.decide(["b"], [True], chances(0.9), 1000).rows
-    assert other == [ROWS], "one request's text says nothing about another's"
+
+
+def test_a_head_that_promises_too_little_is_believed_more():
+    """As where it learnt a token's probability, and greedy drafts are accepted for being the likeliest."""
+    budget = known(step=10.0, row=1.5)
+    first = step(budget, ["a"], (0.5,), accept=7)[1]
+    for _ in range(20):
+        later = step(budget, ["a"], (0.5,), accept=7)[1]
+    assert first[0] <= 3 and later == [ROWS]
+
+
+def test_a_new_request_begins_with_what_its_like_taught():
+    budget = known(step=10.0, row=1.5)
+    budget.welcome("a", greedy=True)
+    for _ in range(40):
+        step(budget, ["a"], (0.5,), accept=7)
+    budget.forget("a")
+    budget.welcome("greedy", greedy=True)
+    budget.welcome("sampled", greedy=False)
+    assert budget._request("greedy").trust < 0.5 and budget._request("sampled").trust == 1.0
 
 
 def test_ended_requests_are_forgotten():

@@ -72,9 +72,9 @@ def test_a_paused_requests_draft_goes_on_where_it_would_be(loop, prompt, monkeyp
     monkeypatch.setattr(budget, "who_drafts", lambda ids: [bool(depth) and depth[-1] >= begin] * len(ids))
     opened = type(planner).begin
 
-    def watch(self, ids, lens):
+    def watch(self, ids, lens, info):
         depth.append(int(lens[0]))
-        return opened(self, ids, lens)
+        return opened(self, ids, lens, info)
 
     monkeypatch.setattr(type(planner), "begin", watch)
     written(loop, [(prompt(50), 80, {})])
