@@ -1,8 +1,8 @@
 """How many drafted rows each request verifies, and whether it drafts at all.
 
 A row is worth verifying while the tokens it is likely to yield outweigh the time it adds to everybody's step.
-Both sides are estimates that serving corrects: the draft's confidence, scaled by what was accepted of it
-before, and the times of past steps, regressed on what they computed. One solver over the whole batch
+Both sides are estimates that serving corrects: the draft's confidence, to a power that follows what was
+accepted of it, and the times of past steps, regressed on what they computed. One solver over the whole batch
 maximises expected tokens by expected seconds. A request whose drafts do not pay is paused: it verifies its
 own token alone, no draft is computed for it, and it is tried again from time to time.
 """
