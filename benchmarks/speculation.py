@@ -38,6 +38,7 @@ from benchmarks.text import machine_line
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.speculative.record_forms import FORMS, Form
+from sglang_k3.speculative.replay_records import layer_bytes
 from sglang_k3.testing.repetition import before_repetition
 from sglang_k3.testing.server_process import ServerProcess, draft_flags
 from sglang_k3.testing.streams import Streamed, generate_ids
@@ -329,19 +330,18 @@ def main() -> None:
         "key_dim": s.head_dim,
         "channels": 3 * s.heads * s.head_dim,
     }
-    *record, conv = record_row(**wide, activation=torch.bfloat16, window=torch.bfloat16)
+    fields = record_row(**wide, activation=torch.bfloat16, window=torch.bfloat16)
+    *record, conv = fields
     protocol = Protocol(cold_bytes=cold_bytes(l3_bytes()))
     found = {}
     for batch in BATCHES:
         with console.status(f"kernels, batch {batch} ..."):
             found[f"batch{batch}"] = forms(batch, protocol)
-    row_bytes = sum(field.bytes for field in record)
     report = Report(
         machine=describe(),
-        record_bytes_per_row=row_bytes,
+        record_bytes_per_row=sum(field.bytes for field in record),
         request_bytes={
-            form.name: TP8_LAYERS * ROWS * (form.blocks * row_bytes + conv.bytes) // TP8
-            for form in FORMS.values()
+            form.name: TP8_LAYERS * layer_bytes(fields, ROWS, form) // TP8 for form in FORMS.values()
         },
         conv_bytes_per_row=conv.bytes,
         state_bytes=4 * s.heads * s.head_dim**2,

@@ -14,21 +14,25 @@ VARIABLE = "SGLANG_K3_RECORDS"
 
 @dataclass(frozen=True)
 class Form:
-    """blocks: the ring's rows, in steps of D drafted rows. at_once: a commit follows each verify, and there
-    is never a tail; otherwise a verify writes the state on its way as soon as another step would not fit."""
+    """blocks: the ring's rows, in steps of D drafted rows."""
 
     name: str
     blocks: int
-    at_once: bool = False
-    what: str = ""
+    what: str
+
+    @property
+    def at_once(self) -> bool:
+        """A commit follows each verify, and there is never a tail; otherwise a verify writes the state on its
+        way as soon as another step would not fit."""
+        return self.blocks == 1
 
 
 FORMS = {
     form.name: form
     for form in (
-        Form("plain", 1, at_once=True, what="commit after each verify"),
-        Form("folded", 2, what="the next verify writes the state of the last one"),
-        Form("ring", 4, what="states are written when three steps' records are full"),
+        Form("plain", 1, "commit after each verify"),
+        Form("folded", 2, "the next verify writes the state of the last one"),
+        Form("ring", 4, "states are written when three steps' records are full"),
     )
 }
 DEFAULT = "folded"

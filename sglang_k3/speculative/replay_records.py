@@ -65,10 +65,15 @@ def fields_of(cache_params: Any) -> tuple[Field, ...]:
     )
 
 
+def layer_bytes(fields: tuple[Field, ...], rows: int, form: Form) -> int:
+    """Bytes of one running request's banks of one layer, `rows` drafted rows a step."""
+    *ring, conv = fields
+    return rows * (form.blocks * sum(field.bytes for field in ring) + conv.bytes)
+
+
 def bytes_per_request(cache_params: Any, rows: int, form: Form) -> int:
-    """Bytes of one running request's banks over all KDA layers of this rank, `rows` drafted rows a step."""
-    *ring, conv = fields_of(cache_params)
-    return len(cache_params.layers) * rows * (form.blocks * sum(f.bytes for f in ring) + conv.bytes)
+    """The same over all KDA layers of this rank."""
+    return len(cache_params.layers) * layer_bytes(fields_of(cache_params), rows, form)
 
 
 class ReplayRecords:

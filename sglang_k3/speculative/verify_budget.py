@@ -127,8 +127,6 @@ class VerifyBudget:
         self._explored = 0
         self._until_trial = self._interval = _FIRST_TRIAL
         self._last_count = 0
-        self.reasons = {"explored": 0, "budgeted": 0, "paused": 0, "tried": 0}
-        """Steps by what decided their rows."""
 
     # --- before the draft --------------------------------------------------------------------------------
 
@@ -144,7 +142,6 @@ class VerifyBudget:
         self._last_count = len(ids)
         self._until_trial -= 1
         if self._until_trial <= 0:
-            self.reasons["tried"] += 1
             return [True] * len(requests)
         return [not request.paused for request in requests]
 
@@ -163,10 +160,8 @@ class VerifyBudget:
             # Steps of every size, so that the time of a row can be told from a step's.
             each = 1 + self._explored * 5 % self.rows
             self._explored += 1
-            self.reasons["explored"] += 1
             return self._decision(requests, [each] * count, drafts)
         if not any(drafted):
-            self.reasons["paused"] += 1
             return self._decision(requests, [1] * count, drafts)
         order = np.argsort(-drafts, axis=None, kind="stable")
         ranked = drafts.ravel()[order]
@@ -179,7 +174,6 @@ class VerifyBudget:
         rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])[added]) / seconds
         best = int(rates.argmax())
         rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
-        self.reasons["budgeted"] += 1
         self._judge(requests, drafted, rows, drafts, float(rates[best]), context)
         return self._decision(requests, rows.tolist(), drafts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,19 @@ def told(answer: dict[str, Any]) -> tuple:
         [[(value, token) for value, token, _ in place] for place in meta["output_top_logprobs"]],
         meta["finish_reason"],
     )
+
+
+def play_sessions(fresh: list[int], answer: Callable[[list[int]], Iterable[int]]) -> None:
+    """Eight sessions of six turns, in turn: each sends its history with something of `fresh` added, in the
+    fourth turn with an edit in the middle too. answer: of a prompt; the new tokens."""
+    histories: list[list[int]] = [[] for _ in range(8)]
+    for turn in range(6):
+        for session, history in enumerate(histories):
+            start = 97 * session + 11 * turn
+            if turn == 3:
+                history[len(history) // 2] = 77 + session
+            ids = [*history, *fresh[start : start + 23 + 2 * session]]
+            histories[session] = [*ids, *answer(ids)]
 
 
 class Server(ServerProcess):

@@ -13,7 +13,7 @@ import torch
 from sglang_k3.models.reference import ReferenceModel, Trace
 from sglang_k3.testing.server_process import draft_flags
 from tests.server.conftest import Model, must_hit
-from tests.server.harness import Server
+from tests.server.harness import Server, play_sessions
 from tests.server.margin import Verdict, check
 
 TINY_DRAFT = Path(__file__).parents[2] / "examples" / "tiny-k3-dspark"
@@ -71,19 +71,17 @@ def test_sessions_with_edits_and_a_small_pool_are_the_reference_models(
     fresh = [token for ids in trained_k3.prompts for token in ids]
     flags = ("--dtype", "float32", "--page-size", "16", "--max-running-requests", "2")
     flags += ("--max-mamba-cache-size", "12", "--max-total-tokens", "4096", *draft)
-    histories: list[list[int]] = [[] for _ in range(8)]
-    verdicts, hits = [], 0
+    verdicts, cached = [], []
     with Server(trained_k3.path, tmp_path / "log", *flags) as server:
-        for turn in range(6):
-            for session, history in enumerate(histories):
-                start = 97 * session + 11 * turn
-                if turn == 3:
-                    history[len(history) // 2] = 77 + session
-                ids = [*history, *fresh[start : start + 23 + 2 * session]]
-                reply = server.generate(ids, 10)
-                verdicts.append(check(oracle, ids, reply.ids, reply.logprobs))
-                hits += reply.cached
-                histories[session] = [*ids, *reply.ids]
+
+        def answer(ids: list[int]) -> tuple[int, ...]:
+            reply = server.generate(ids, 10)
+            verdicts.append(check(oracle, ids, reply.ids, reply.logprobs))
+            cached.append(reply.cached)
+            return reply.ids
+
+        play_sessions(fresh, answer)
+    hits = sum(cached)
     compared, excused = sum(v.compared for v in verdicts), sum(v.excused for v in verdicts)
     print(f"{hits} tokens hit, {compared} positions compared, {excused} excused")
     assert [verdict.wrong for verdict in verdicts] == [()] * 48

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_k3.prefix_cache import view
 from tests.server.conftest import TINY
-from tests.server.harness import Server, told
+from tests.server.harness import Server, play_sessions, told
 
 FLAGS = ("--dtype", "float32", "--enable-deterministic-inference", "--page-size", "16")
 FLAGS += ("--max-running-requests", "2", "--max-mamba-cache-size", "12", "--max-total-tokens", "4096")
@@ -74,21 +74,18 @@ def test_eight_sessions_of_six_turns_are_a_cold_servers(server: Server, prompts:
 
     def play(cold: bool) -> tuple[list[tuple], int]:
         server.flush()
-        histories: list[list[int]] = [[] for _ in range(8)]
-        texts, hits = [], 0
-        for turn in range(6):
-            for session, history in enumerate(histories):
-                start = 97 * session + 11 * turn
-                if turn == 3:
-                    history[len(history) // 2] = 77 + session
-                ids = [*history, *fresh[start : start + 23 + 2 * session]]
-                reply = server.answer(ids, 10)
-                texts.append(told(reply))
-                hits += reply["meta_info"]["cached_tokens"]
-                histories[session] = [*ids, *reply["output_ids"]]
-                if cold:
-                    server.flush()
-        return texts, hits
+        texts, hits = [], []
+
+        def answer(ids: list[int]) -> list[int]:
+            reply = server.answer(ids, 10)
+            texts.append(told(reply))
+            hits.append(reply["meta_info"]["cached_tokens"])
+            if cold:
+                server.flush()
+            return reply["output_ids"]
+
+        play_sessions(fresh, answer)
+        return texts, sum(hits)
 
     cold, nothing = play(cold=True)
     warm, hits = play(cold=False)

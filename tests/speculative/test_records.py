@@ -51,17 +51,20 @@ def test_a_cpu_without_bf16_records_what_its_layers_hand_on(monkeypatch):
     assert k.dtype == torch.float32 and x.dtype == torch.bfloat16
 
 
-@pytest.fixture(params=FORMS)
-def records(request):
+def made(form: str) -> ReplayRecords:
+    """Of three layers and four requests, with something in every bank."""
     fields = record_row(
         heads=2, value_dim=4, key_dim=8, channels=12, activation=torch.float32, window=torch.float32
     )
-    made = ReplayRecords(
-        fields, layers=3, requests=4, rows=8, form=FORMS[request.param], device="cpu", exact=True
-    )
-    for bank in (made.u, made.k, made.g, made.x):
+    found = ReplayRecords(fields, layers=3, requests=4, rows=8, form=FORMS[form], device="cpu", exact=True)
+    for bank in (found.u, found.k, found.g, found.x):
         bank.normal_()
-    return made
+    return found
+
+
+@pytest.fixture(params=FORMS)
+def records(request):
+    return made(request.param)
 
 
 @pytest.fixture
@@ -161,17 +164,7 @@ def test_a_tail_stays_until_the_next_step_would_not_fit(records, pool):
 
 def test_a_checkpoint_inside_the_run_takes_the_tail_into_the_state(records, pool):
     """The state and its checkpoint are those of the plain form, whatever was pending."""
-    plain = ReplayRecords(
-        record_row(
-            heads=2, value_dim=4, key_dim=8, channels=12, activation=torch.float32, window=torch.float32
-        ),
-        layers=3,
-        requests=4,
-        rows=8,
-        form=FORMS["plain"],
-        device="cpu",
-        exact=True,
-    )
+    plain = made("plain")
     other: Any = SimpleNamespace(
         mamba_cache=SimpleNamespace(
             temporal=pool.mamba_cache.temporal.clone(), conv=[pool.mamba_cache.conv[0].clone()]

@@ -130,9 +130,7 @@ def _tail_products(keys, tail, vectors, groups, tile, sums) -> None:
     decays on, with which they meet the state."""
     padded = tile.shape[1]
     for first in range(0, tail, TILE):
-        for r in range(min(TILE, tail - first)):
-            for c in range(padded):
-                tile[r, c] = keys[1 + first + r, c]
+        load_rows(keys, 1 + first, min(TILE, tail - first), tile)
         for group in range(groups):
             tile_products(tile, vectors, sums, group * _GROUP, first, tile, 0)
     for panel in range(0, 2 * groups * padded, padded):
@@ -237,7 +235,7 @@ def _verify(
             ahead = top + r + _AHEAD
             if fold:
                 if tail:
-                    rank_update(tile, keys, 0, 1, tail, factors, 0, r, states, ahead)
+                    rank_update(tile, keys, tail, factors, 0, r, states, ahead)
                 store_rows(tile, size, folded, r)
             for group in range(groups):
                 tile_products(tile, vectors, products, group * _GROUP, r, states, ahead)
@@ -299,11 +297,11 @@ def _commit(
             ahead = top + r + _AHEAD
             load_rows(states, top + r, size, tile)
             if before:
-                rank_update(tile, before_keys, 0, 1, before, factors, 0, r, states, ahead)
+                rank_update(tile, before_keys, before, factors, 0, r, states, ahead)
             if tracked:
                 store_rows(tile, size, track, r)
             if before < count:
-                rank_update(tile, behind_keys, 0, 1, count - before, factors, before, r, states, ahead)
+                rank_update(tile, behind_keys, count - before, factors, before, r, states, ahead)
             store_rows(tile, size, states, top + r)
 
 

@@ -185,8 +185,6 @@ def turn_rows(typing_context: Any, rows: Any, first: Any, vectors: Any, begin: A
 def rank_update(
     typing_context: Any,
     tile: Any,
-    table: Any,
-    decay: Any,
     keys: Any,
     tokens: Any,
     factors: Any,
@@ -195,28 +193,27 @@ def rank_update(
     ahead: Any,
     ahead_row: Any,
 ) -> Any:
-    """tile[r] <- tile[r] * table[decay] + the sum over i < tokens of
-    factors[begin + i, first + r] * table[keys + i], fused in the order of i.
+    """tile[r] <- tile[r] * keys[0] + the sum over i < tokens of factors[begin + i, first + r] * keys[1 + i],
+    fused in the order of i.
 
-    tile [TILE, width], width a multiple of PADDING; table [n, width], factors [m, rows]; all contiguous fp32.
+    tile [TILE, width], width a multiple of PADDING; keys [n, width], factors [m, rows]; all contiguous fp32.
     ahead, ahead_row: TILE rows of a matrix that will be wanted soon.
     """
-    need_fp32(tile=tile, table=table, factors=factors)
+    need_fp32(tile=tile, keys=keys, factors=factors)
     need_matrix(ahead)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        picked = (0, 1, 5)
+        picked = (0, 1, 3)
         kinds, values = ([of[i] for i in picked] for of in (signature.args, arguments))
         source, vectors, scalars = pointers_of(context, builder, kinds, values)
-        decay_row, key_row, count, begin_row, row, wanted = (arguments[i] for i in (2, 3, 4, 6, 7, 9))
+        count, begin_row, row, wanted = (arguments[i] for i in (2, 4, 5, 7))
 
         def number(value: int) -> Any:
             return ir.Constant(row.type, value)
 
         width, height = (_size(context, builder, kinds[i], values[i], 1) for i in (0, 2))
-        decays = builder.gep(vectors, [builder.mul(decay_row, width)])
-        key_start = builder.gep(vectors, [builder.mul(key_row, width)])
-        fetch = _fetching(context, builder, signature.args[8], arguments[8], wanted, PADDING)
+        key_start = builder.gep(vectors, [width])
+        fetch = _fetching(context, builder, signature.args[6], arguments[6], wanted, PADDING)
         parts = range(0, PADDING, LANES)
         for half in range(0, TILE, TILE // len(parts)):
             numbers = range(half, half + TILE // len(parts))
@@ -234,7 +231,7 @@ def rank_update(
                 if first_half:
                     fetch(index)
                 places = [builder.add(index, number(part)) for part in parts]
-                d = [load_lanes(builder, decays, place) for place in places]
+                d = [load_lanes(builder, vectors, place) for place in places]
                 starts = [
                     builder.fmul(load_lanes(builder, pointer, place), decay)
                     for pointer in rows
@@ -261,5 +258,5 @@ def rank_update(
             over(builder, width, PADDING, [], step)
         return context.get_dummy_value()
 
-    made = types.void(tile, table, decay, keys, tokens, factors, begin, first, ahead, ahead_row)
+    made = types.void(tile, keys, tokens, factors, begin, first, ahead, ahead_row)
     return made, codegen
