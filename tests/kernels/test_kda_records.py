@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -366,3 +367,15 @@ def test_a_long_tail_agrees_with_row_by_row_at_the_gates_bounds(gate):
     assert exact.abs().max() > 1e-3
     assert scaled_error(block, exact.double()) < 1e-5
     assert scaled_error(block_pool, exact_pool.double()) < 1e-5
+
+
+@IMPLEMENTATIONS
+def test_nan_in_a_gate_is_not_lost(verify, commit):
+    """Whoever looks for broken requests looks at what comes out."""
+    inputs = kda_inputs(WIDTH)
+    inputs.g[3, 1, 5] = math.nan
+    pool, bank = states(inputs, 2), banks(inputs, 1)
+    out = run_verify(verify, inputs, pool, [1], [WIDTH], [0], bank)
+    run_commit(commit, pool, [1], [0], bank, [WIDTH])
+    assert out[3:, 1].isnan().all() and out[:3].isfinite().all() and out[:, 0].isfinite().all()
+    assert pool[1, 1, :, 5].isnan().all() and pool[1, 0].isfinite().all()

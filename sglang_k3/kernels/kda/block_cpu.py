@@ -31,7 +31,7 @@ _EPS = np.float32(NORM_EPS)
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _NOTHING = np.float32(1e-30)
-"""A decay below it is none: products of many gates at their bound end in slow denormal numbers."""
+"""A decay below it is none: products of many gates at their bound end in slow denormal numbers. NaN stays."""
 
 _AHEAD = 2 * TILE
 """How far ahead rows of a state are asked for; what lies behind the last state is ignored."""
@@ -62,7 +62,7 @@ def _tail_keys(bank_k, bank_g, start, count, h, keys) -> None:
             keys[i, c] *= factor * keys[0, c]
         for c in range(width):
             decayed = keys[0, c] * exp(bank_g[at, h, c])
-            keys[0, c] = decayed if decayed > _NOTHING else _ZERO
+            keys[0, c] = _ZERO if decayed < _NOTHING else decayed
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -94,7 +94,7 @@ def _block_inputs(q, k, g, begin, tokens, scale, h, asked, rows, mixing) -> None
             rows[decays, c] = exp(g[t, h, c])
         for c in range(width):
             decayed = rows[running, c] * rows[decays, c]
-            rows[running, c] = decayed if decayed > _NOTHING else _ZERO
+            rows[running, c] = _ZERO if decayed < _NOTHING else decayed
             rows[key, c] = k[t, h, c]
             rows[query, c] = q[t, h, c]
         squares = _row_products(rows, last, key, query)
