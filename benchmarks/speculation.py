@@ -144,7 +144,7 @@ def forms(requests: int, protocol: Protocol) -> Forms:
 
     def run_commit() -> None:
         (states,) = turning.next()
-        commit(states.unsqueeze(0), slots, bank_rows, *stacked, start, counts, nowhere, nowhere)
+        commit(states.unsqueeze(0), slots, slots, bank_rows, *stacked, start, counts, nowhere, nowhere)
 
     def run_snapshots() -> None:
         (states,) = turning.next()
@@ -191,7 +191,7 @@ def steps_of(form: Form) -> list[tuple[int, bool]]:
     accepts ACCEPTED tokens."""
     steps, tail = [], ACCEPTED
     while True:
-        fold = tail + 2 * ROWS > form.blocks * ROWS
+        fold = tail + 2 * ROWS > form.ring(ROWS)
         steps.append((tail, fold))
         if fold:
             return steps
@@ -341,7 +341,8 @@ def main() -> None:
         machine=describe(),
         record_bytes_per_row=sum(field.bytes for field in record),
         request_bytes={
-            form.name: TP8_LAYERS * layer_bytes(fields, ROWS, form) // TP8 for form in FORMS.values()
+            form.name: TP8_LAYERS * layer_bytes(fields, ROWS, form, s.conv_width - 1) // TP8
+            for form in FORMS.values()
         },
         conv_bytes_per_row=conv.bytes,
         state_bytes=4 * s.heads * s.head_dim**2,

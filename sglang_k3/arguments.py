@@ -12,6 +12,11 @@ from sglang_k3.attention_backends import NAME
 from sglang_k3.prefix_cache import backend
 from sglang_k3.upstream import ARCHITECTURES, PLUGIN
 
+_LAZY = "extra_buffer_lazy"
+
+_TRACK_INTERVAL = 256
+"""SGLang's default."""
+
 
 def _architecture(server_args: Any) -> str:
     from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -106,7 +111,7 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
                 f"--{flag.replace('_', '-')} {value} cannot work with Kimi models on the CPU platform: {why}."
             )
     if view.speculative_algorithm is not None:
-        _check_speculation(view)
+        _check_speculation(server_args, view)
         _check_draft(view, config)
     if view.enable_deterministic_inference and view.mamba_ssm_dtype == "bfloat16":
         raise ValueError(
@@ -119,7 +124,7 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         )
 
 
-def _check_speculation(view: Any) -> None:
+def _check_speculation(server_args: Any, view: Any) -> None:
     """Raises ValueError for what the speculative worker of this release does not do."""
     from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
@@ -131,7 +136,8 @@ def _check_speculation(view: Any) -> None:
             f"SGLANG_RAGGED_VERIFY_MODE={mode.value} verifies rows that it does not accept: unset it or pass "
             "compact for a budget, or static for every row"
         )
-    chosen()
+    if chosen().anchored:
+        _anchor(server_args, view)
     for flag, why in (
         ("enable_return_hidden_states", "a speculative step keeps no hidden states of accepted tokens"),
         ("speculative_use_block_verification", "drafts are accepted one by one"),
@@ -147,6 +153,38 @@ def _check_speculation(view: Any) -> None:
                 f"--{flag.replace('_', '-')} {value} does not work with --speculative-algorithm DSPARK: "
                 f"{why}. Leave it out."
             )
+
+
+def _anchor(server_args: Any, view: Any) -> None:
+    """Anchored records bring a way of their own to keep states for the prefix cache. Raises ValueError for
+    another one that was asked for, and for pages that do not end at the anchors' boundaries."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from sglang_k3.speculative.record_forms import BOUNDARY, VARIABLE
+
+    form = f"{VARIABLE}=anchored"
+    # What the flag was left at: its resolved value no longer says whether it was passed.
+    strategy = server_args.mamba_radix_cache_strategy
+    if strategy not in ("auto", _LAZY):
+        raise ValueError(f"--mamba-radix-cache-strategy {strategy} cannot work with {form}: leave it out")
+    if server_args.mamba_track_interval not in (_TRACK_INTERVAL, BOUNDARY):
+        raise ValueError(
+            f"--mamba-track-interval {server_args.mamba_track_interval} cannot work with {form}, whose "
+            f"states are those of every {BOUNDARY} tokens: leave it out"
+        )
+    if BOUNDARY % view.page_size:
+        raise ValueError(
+            f"--page-size {view.page_size} cannot work with {form}: a boundary of {BOUNDARY} tokens has to "
+            "end a page. Pass a divisor of it"
+        )
+    for flag in ("disable_overlap_schedule", "disable_radix_cache", "enable_streaming_session"):
+        if getattr(view, flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} does not work with {form}: leave it out, or unset the variable"
+            )
+    declare_resolution(
+        server_args, "sglang-k3", mamba_radix_cache_strategy=_LAZY, mamba_track_interval=BOUNDARY
+    )
 
 
 def _check_draft(view: Any, target: Any) -> None:

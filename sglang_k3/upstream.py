@@ -146,15 +146,33 @@ def _check_request(original, manager, obj, input_ids):
 
 
 def _state_pool(original, pool, *args, **kwargs):
-    from sglang_k3.speculative.replay_records import build_pool
+    from sglang_k3.speculative.state_pool import build_pool
 
     return build_pool(original, pool, *args, **kwargs)
 
 
 def _plan_memory(original, planner, total_rest_memory):
-    from sglang_k3.speculative.replay_records import plan_memory
+    from sglang_k3.speculative.state_pool import plan_memory
 
     return plan_memory(original, planner, total_rest_memory)
+
+
+def _slots_of_a_request(original, planner):
+    from sglang_k3.speculative.state_pool import slots_of_a_request
+
+    return slots_of_a_request(original, planner)
+
+
+def _plan_anchors(original, batch, mamba_track_interval, max_draft_tokens):
+    from sglang_k3.prefix_cache.anchors import plan
+
+    plan(original, batch, mamba_track_interval, max_draft_tokens)
+
+
+def _anchor_crossed(original, processor, req, batch, i, crossed, track_seqlen):
+    from sglang_k3.prefix_cache import anchors
+
+    anchors.crossed(original, processor, req, batch, i, crossed, track_seqlen)
 
 
 def _allow_dspark(original, server_args):
@@ -285,6 +303,26 @@ HOOKS = (
         _plan_memory,
         why="it reserves those full states, 30 times what the records take",
         until="the planner asks the pool class what a request costs",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio",
+        _slots_of_a_request,
+        why="it counts tracking buffers for each request, which anchored states do without",
+        until="the planner asks the pool class what a request costs",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.mamba_lazy_spec_prepare",
+        _plan_anchors,
+        why="it takes no cached state for the slot that a boundary needs, and an anchor that moves in its "
+        "place leaves no checkpoint to a request that ends there",
+        until="a strategy can be a class of its own",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._mamba_lazy_spec_update",
+        _anchor_crossed,
+        why="it keeps the boundary's state beside the request's own; an anchored request goes on from it",
+        until="a strategy can be a class of its own",
     ),
     Hook(
         "sglang.srt.arg_groups.speculative_hook._handle_dspark",

@@ -74,7 +74,8 @@ def _commit(s: Sizes) -> Case:
         none = torch.full((n,), -1)
         counted = torch.full((n,), ACCEPTED)
         bank = _bank(s, layers=True)
-        return (states, draw.order(n), torch.arange(n), *bank, torch.zeros_like(none), counted, none, none)
+        slots = draw.order(n)
+        return (states, slots, slots, torch.arange(n), *bank, torch.zeros_like(none), counted, none, none)
 
     return Case(
         name="kda_commit",
@@ -122,7 +123,8 @@ def _conv_commit(s: Sizes, dtype: str) -> Case:
         windows = draw.normal(1, n, width - 1, channels, dtype=dtype)
         bank = draw.normal(1, n, ROWS, channels, dtype=dtype)
         none = torch.full((n,), -1)
-        return (windows, draw.order(n), torch.arange(n), bank, torch.full((n,), ACCEPTED), none, none)
+        counted = torch.full((n,), ACCEPTED)
+        return (windows, draw.order(n), torch.arange(n), bank, counted, windows, none, none)
 
     return Case(
         name=f"short_conv_commit_{dtype}",

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang_k3.attention_backends.kda import K3KDABackend
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.attention_backends.mla import K3MLABackend
-from sglang_k3.speculative.replay_records import records_of
+from sglang_k3.speculative.state_pool import records_of
 
 
 class K3HybridBackend(HybridLinearAttnBackend):
@@ -26,8 +26,8 @@ class K3HybridBackend(HybridLinearAttnBackend):
         records = records_of(pool)
         if metadata.verify:
             assert records is not None
-            tail = records.opened(metadata.rows, metadata.prefix_lens, metadata.slots)
-            metadata = replace(metadata, tail=tail)
+            tail = records.opened(pool.mamba_pool, metadata.rows, metadata.prefix_lens, metadata.slots)
+            metadata = replace(metadata, slots=tail.slots, tail=tail)
         elif records is not None:
             # A session's turn goes on from a state that may lack the last turn's tail.
             kept = ~metadata.fresh
@@ -51,12 +51,10 @@ class K3HybridBackend(HybridLinearAttnBackend):
         tokens. track_offsets, track_slots: a checkpoint inside the accepted run, or -1. Raises StaleRecords.
         """
         pool = self.req_to_token_pool
-        slots = pool.translate_mamba_indices(pool.get_mamba_indices(request_rows)).to(torch.int64)
         records = records_of(pool)
         assert records is not None
         records.commit(
             pool.mamba_pool,
-            slots=slots,
             bank_rows=request_rows,
             depths=depths,
             counts=counts,

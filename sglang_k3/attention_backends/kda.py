@@ -8,7 +8,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
-from sglang_k3.speculative.replay_records import records_of
+from sglang_k3.speculative.state_pool import records_of
 
 
 class K3KDABackend(MambaAttnBackendBase):
@@ -81,11 +81,15 @@ class K3KDABackend(MambaAttnBackendBase):
         records, batch = records_of(pool), self.forward_metadata
         assert records is not None and batch.tail is not None
         bank = records.layer(pool.mamba_map[layer.layer_id])
-        spans = batch.slots, batch.cu_seqlens, batch.rows
-        qkv = self.conv_verify(mixed_qkv, layer.conv_weights, cache.conv[0], *spans, bank.x)
+        spans = batch.cu_seqlens, batch.rows
+        windows, at = cache.conv[0], batch.slots
+        if bank.windows is not None:
+            windows, at = bank.windows, torch.where(batch.slots < 0, batch.slots, batch.rows)
+        qkv = self.conv_verify(mixed_qkv, layer.conv_weights, windows, at, *spans, bank.x)
         q, k, v, g, beta = self._inputs(layer, qkv, a, b)
         banks = bank.u, bank.k, bank.g
+        slots, *tail = batch.tail
         out = self.verify(
-            q, k, v, g, beta, cache.temporal, *spans, *banks, *batch.tail, layer.head_k_dim**-0.5
+            q, k, v, g, beta, cache.temporal, slots, *spans, *banks, *tail, layer.head_k_dim**-0.5
         )
         return out.unsqueeze(0)

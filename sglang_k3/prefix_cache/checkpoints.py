@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_k3.prefix_cache import anchors
+
 ANSWER_OPENING = 32
 """Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""
 
@@ -51,6 +53,7 @@ def decode_checkpoint(original, batch, track_positions=None) -> None:
             for last in (req.kv.mamba_last_track_idx for req in batch.reqs)
         ]
     original(batch, track_positions)
+    anchors.only_spares(batch)
 
 
 def _is_ours(batch: Any) -> bool:

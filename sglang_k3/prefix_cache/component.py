@@ -26,9 +26,10 @@ from sglang.srt.mem_cache.unified_cache.components import EvictLayer, MambaCompo
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_k3.broken_requests import is_broken
+from sglang_k3.prefix_cache import anchors
 from sglang_k3.prefix_cache.metrics import Metrics, Slots
 from sglang_k3.prefix_cache.outcome import Outcome, outcome_of
-from sglang_k3.speculative.replay_records import records_of
+from sglang_k3.speculative.state_pool import records_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +105,17 @@ class KDAStateComponent(MambaComponent):
         allocator = self.pool.mamba_allocator
         kv = req.kv
         if tracking and kv.mamba_ping_pong_track_buffer is not None:
-            allocator.free(kv.mamba_ping_pong_track_buffer[kv.mamba_ping_pong_track_buffer >= 0])
-            kv.mamba_ping_pong_track_buffer = kv.mamba_ping_pong_empty = None
-            kv.mamba_next_track_idx = kv.mamba_last_track_idx = None
+            self._free_tracking_slots(kv)
         kv.mamba_cow_src_index, kv.mamba_needs_clear = None, False
         if kv.holds_mamba and not kv.holds_kv:
             allocator.free(kv.mamba_pool_idx.unsqueeze(0))
             kv.mamba_pool_idx = None
+
+    def _free_tracking_slots(self, kv: Any) -> None:
+        buffers = kv.mamba_ping_pong_track_buffer
+        self.pool.mamba_allocator.free(buffers[buffers >= 0])
+        kv.mamba_ping_pong_track_buffer = kv.mamba_ping_pong_empty = None
+        kv.mamba_next_track_idx = kv.mamba_last_track_idx = None
 
     def admitted(self, req: Any) -> None:
         """Counts the request's outcome, once: not again when it comes back from a retraction."""
@@ -172,11 +177,44 @@ class KDAStateComponent(MambaComponent):
             slot = self.pool.translate_mamba_indices(req.kv.mamba_pool_idx.view(1))
             records.settle_slots(self.pool.mamba_pool, slot)
         try:
+            if anchors.anchored(self.pool):
+                return self._anchor_for_tree(req, insert_params, token_ids_len, is_finished)
             return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
         except NoSlot:
             self.metrics.skip()
             self._say_full("the state of request %s is not kept", req.rid)
             return 0
+
+    def _anchor_for_tree(
+        self, req: Any, insert_params: InsertParams, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        """Of a prompt's end the slot that took its checkpoint, for which the request needs no other; of a
+        finished request its own slot."""
+        prefilled = token_ids_len >= len(req.full_untruncated_fill_ids)
+        if anchors.holds_prompt_slot(req.kv) and (is_finished or not prefilled):
+            return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
+        depth = req.kv.mamba_last_track_seqlen or 0
+        if is_finished:
+            if not 0 < depth <= token_ids_len:
+                return 0
+            slot = req.kv.mamba_pool_idx.unsqueeze(0).clone()
+            records = records_of(self.pool)
+            assert records is not None
+            # The tail behind it ends with the request.
+            records.forget_slots(self.pool.translate_mamba_indices(slot))
+            insert_params.mamba_value = slot
+            return depth
+        slot = anchors.take_prompt_slot(self.pool, req)
+        if depth == 0:
+            self.pool.mamba_allocator.free(slot)
+        else:
+            insert_params.mamba_value = slot
+        return depth
+
+    def _gives_anchor(self, insert_params: InsertParams) -> bool:
+        """Whether a finished request hands on its own slot, not one of its tracking buffers."""
+        own = insert_params.mamba_value is not None and insert_params.mamba_keep_idx is None
+        return own and anchors.anchored(self.pool)
 
     def cleanup_after_caching_req(
         self,
@@ -187,6 +225,12 @@ class KDAStateComponent(MambaComponent):
     ) -> None:
         if is_finished and is_broken(req):
             self._scrub(req.kv)
+        inserted = insert_result is not None and not insert_result.mamba_exist
+        if is_finished and inserted and insert_params is not None and self._gives_anchor(insert_params):
+            self._free_tracking_slots(req.kv)
+            req.kv.mamba_pool_idx = None
+            req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
+            return
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
 
     def _scrub(self, kv: Any) -> None:

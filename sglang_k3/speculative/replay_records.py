@@ -5,12 +5,12 @@ in the prefix cache costs nothing here. No tensor has a draft dimension beside a
 rows are a ring: accepted tokens that its state lacks are the tail (record_forms.py says how long it gets),
 a verify's new rows lie behind it. Each bank row remembers the depth and the slot of the state it goes on
 from; a commit that expects another depth is refused, because replaying a late or foreign record would leave
-a state that no prompt has. Windows of the convolution are small and never lag.
+a state that no prompt has. Windows of the convolution are small and never lag; an anchored state's own window
+stays beside it, and the live one is a bank too.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,8 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_k3.kernels.kda.record import Field, record_row
 from sglang_k3.kernels.registry import Call, choose
 from sglang_k3.models.runtime import compute_dtype
-from sglang_k3.speculative.record_forms import Form, chosen
+from sglang_k3.speculative.record_forms import Form
 
-logger = logging.getLogger(__name__)
-
-_GIB = 1 << 30
 _NOTHING = -1
 
 
@@ -34,17 +31,21 @@ class StaleRecords(RuntimeError):
 
 @dataclass(frozen=True)
 class LayerBank:
-    """One layer's banks: u [B, R, H, V], k and g [B, R, H, K], x [B, D, C]."""
+    """One layer's banks: u [B, R, H, V], k and g [B, R, H, K], x [B, D, C]; windows [B, W - 1, C] where the
+    live ones are not in the states' slots."""
 
     u: torch.Tensor
     k: torch.Tensor
     g: torch.Tensor
     x: torch.Tensor
+    windows: torch.Tensor | None
 
 
 class Tail(NamedTuple):
-    """What a verify finds between the states and its tokens, all [N] int64: see `kda.verify`."""
+    """The states that a verify goes on from, and what it finds between them and its tokens, all [N] int64:
+    see `kda.verify`."""
 
+    slots: torch.Tensor
     starts: torch.Tensor
     tails: torch.Tensor
     fold_slots: torch.Tensor
@@ -65,15 +66,23 @@ def fields_of(cache_params: Any) -> tuple[Field, ...]:
     )
 
 
-def layer_bytes(fields: tuple[Field, ...], rows: int, form: Form) -> int:
+def window_rows_of(cache_params: Any) -> int:
+    """W - 1: the rows before a token that its convolution reads."""
+    ((rows, _),) = cache_params.shape.conv
+    return rows
+
+
+def layer_bytes(fields: tuple[Field, ...], rows: int, form: Form, window_rows: int) -> int:
     """Bytes of one running request's banks of one layer, `rows` drafted rows a step."""
     *ring, conv = fields
-    return rows * (form.blocks * sum(field.bytes for field in ring) + conv.bytes)
+    conv_rows = rows + (window_rows if form.anchored else 0)
+    return form.ring(rows) * sum(field.bytes for field in ring) + conv_rows * conv.bytes
 
 
 def bytes_per_request(cache_params: Any, rows: int, form: Form) -> int:
     """The same over all KDA layers of this rank."""
-    return len(cache_params.layers) * layer_bytes(fields_of(cache_params), rows, form)
+    each = layer_bytes(fields_of(cache_params), rows, form, window_rows_of(cache_params))
+    return len(cache_params.layers) * each
 
 
 class ReplayRecords:
@@ -87,23 +96,22 @@ class ReplayRecords:
         requests: int,
         rows: int,
         form: Form,
+        window_rows: int,
         device: str,
         exact: bool,
     ) -> None:
         self.rows = rows
         self.form = form
-        self.ring = rows * form.blocks
-        self.u, self.k, self.g, self.x = (
-            torch.zeros(
-                layers,
-                requests + 1,
-                rows if field.name == "x" else self.ring,
-                *field.shape,
-                dtype=field.dtype,
-                device=device,
-            )
-            for field in fields
-        )
+        self.ring = form.ring(rows)
+
+        def bank(field: Field, count: int) -> torch.Tensor:
+            shape = layers, requests + 1, count, *field.shape
+            return torch.zeros(shape, dtype=field.dtype, device=device)
+
+        *recorded, conv = fields
+        self.u, self.k, self.g = (bank(field, self.ring) for field in recorded)
+        self.x = bank(conv, rows)
+        self.windows = bank(conv, window_rows) if form.anchored else None
         nothing = torch.full((requests + 1,), _NOTHING, dtype=torch.int64, device=device)
         self.depth, self.slot = nothing, nothing.clone()
         """[B]: tokens in the state that a row goes on from, and its slot; -1 where it goes on from none."""
@@ -116,33 +124,44 @@ class ReplayRecords:
 
     @property
     def bytes(self) -> int:
-        return sum(bank.nbytes for bank in (self.u, self.k, self.g, self.x))
+        banks = self.u, self.k, self.g, self.x, self.windows
+        return sum(bank.nbytes for bank in banks if bank is not None)
 
     def layer(self, index: int) -> LayerBank:
-        return LayerBank(self.u[index], self.k[index], self.g[index], self.x[index])
+        windows = None if self.windows is None else self.windows[index]
+        return LayerBank(self.u[index], self.k[index], self.g[index], self.x[index], windows)
 
-    def opened(self, bank_rows: torch.Tensor, depths: torch.Tensor, slots: torch.Tensor) -> Tail:
-        """A verify is about to write rows of these requests. depths [N]: committed tokens; slots [N].
+    def opened(
+        self, pool: MambaPool, bank_rows: torch.Tensor, depths: torch.Tensor, slots: torch.Tensor
+    ) -> Tail:
+        """A verify is about to write rows of these requests. depths [N]: committed tokens; slots [N]: where
+        the states of requests are that had no verify since their prefill.
 
-        Returns what it finds behind the states. May be asked again for the same verify. Raises StaleRecords
-        where a request's tail does not end at its depth.
+        Returns where all states are, and what the verify finds behind them. May be asked again for the same
+        verify. Raises StaleRecords where a request's tail does not end at its depth, or leaves no room.
         """
         starts, tails = self.starts[bank_rows], self.tails[bank_rows]
         known = self.depth[bank_rows] != _NOTHING
-        self._check(known & (self.depth[bank_rows] + tails != depths), bank_rows, depths, tails)
+        wrong = known & (self.depth[bank_rows] + tails != depths)
+        self._check(wrong | (tails + self.rows > self.ring), bank_rows, depths, tails)
+        slots = torch.where(known, self.slot[bank_rows], slots)
+        if self.windows is not None:
+            new = ~known & (slots != _NOTHING)
+            self.windows[:, bank_rows[new]] = pool.mamba_cache.conv[0][:, slots[new]]
         self.depth[bank_rows], self.slot[bank_rows] = depths - tails, slots
         self.verified[bank_rows] = True
-        return Tail(starts, tails, torch.where(self._folds(tails), slots, _NOTHING))
+        return Tail(slots, starts, tails, torch.where(self._folds(tails), slots, _NOTHING))
 
     def _folds(self, tails: torch.Tensor) -> torch.Tensor:
         """[N] bool: the verify behind such a tail writes the state, because another one would not fit."""
+        if self.form.anchored:
+            return torch.zeros_like(tails, dtype=torch.bool)
         return (tails > 0) & (tails + 2 * self.rows > self.ring)
 
     def commit(
         self,
         pool: MambaPool,
         *,
-        slots: torch.Tensor,
         bank_rows: torch.Tensor,
         depths: torch.Tensor,
         counts: torch.Tensor,
@@ -151,29 +170,38 @@ class ReplayRecords:
     ) -> None:
         """The first counts [N] tokens of the last verify are accepted: one call each for all layers.
 
-        slots, bank_rows, depths [N]: as at the verify. track_offsets, track_slots [N]: where a checkpoint
-        lies inside the accepted run (see `kda.commit`); it takes the tail into the state. Raises
-        StaleRecords, having changed nothing, when a count is out of range or the records are another step's;
-        each verify can be committed once.
+        bank_rows, depths [N]: as at the verify. track_offsets, track_slots [N]: where a boundary lies inside
+        the accepted run, and the slot of its checkpoint (see `kda.commit`); it takes the tail into the
+        state. An anchored state goes over into that slot, or stays in its own where there is none (-1).
+        Raises StaleRecords, having changed nothing, when a count is out of range or the records are another
+        step's; each verify can be committed once.
         """
         tails = self.tails[bank_rows]
         wrong = (counts < 0) | (counts > self.rows) | ~self.verified[bank_rows]
         self._check(wrong | (self.depth[bank_rows] + tails != depths), bank_rows, depths, counts)
         self.verified[bank_rows] = False
-        starts, folded = self.starts[bank_rows], self._folds(tails)
+        slots, starts, folded = self.slot[bank_rows], self.starts[bank_rows], self._folds(tails)
         starts = torch.where(folded, (starts + tails) % self.ring, starts)
         tails = torch.where(folded, 0, tails)
-        kept = (track_slots >= 0) & (track_offsets >= 0) & (track_offsets <= counts)
-        due = torch.ones_like(kept) if self.form.at_once else kept
-        together = tails + counts
-        targets = torch.where(kept, track_slots, _NOTHING)
-        self.forget_slots(targets)
-        accepted = torch.where(due, together, 0)
-        self._enter_states(pool, slots, bank_rows, starts, accepted, tails + track_offsets, targets)
-        self._commit_windows(
-            pool.mamba_cache.conv[0], slots, bank_rows, self.x, counts, track_offsets, track_slots
-        )
-        self._go_on(bank_rows, slots, depths + counts, starts, together, due)
+        crossed = (track_offsets >= 0) & (track_offsets <= counts)
+        kept = torch.where(crossed, track_slots, _NOTHING)
+        self.forget_slots(kept)
+        nowhere = torch.full_like(slots, _NOTHING)
+        if self.windows is not None:
+            entering = torch.where(crossed, tails + track_offsets, 0)
+            targets = torch.where(kept != _NOTHING, kept, slots)
+            self._enter_states(pool, slots, targets, bank_rows, starts, entering, nowhere, nowhere)
+            kept = torch.where(crossed, targets, _NOTHING)
+            live, rows = self.windows, torch.where(slots == _NOTHING, _NOTHING, bank_rows)
+        else:
+            due = torch.ones_like(crossed) if self.form.at_once else kept != _NOTHING
+            entering, targets = torch.where(due, tails + counts, 0), slots
+            tracks = tails + track_offsets, kept
+            self._enter_states(pool, slots, targets, bank_rows, starts, entering, *tracks)
+            live, rows = pool.mamba_cache.conv[0], slots
+        windows = pool.mamba_cache.conv[0]
+        self._commit_windows(live, rows, bank_rows, self.x, counts, windows, track_offsets, kept)
+        self._go_on(bank_rows, targets, depths + counts, starts, tails + counts, entering)
 
     def settle(self, pool: MambaPool, bank_rows: torch.Tensor, slots: torch.Tensor) -> None:
         """These requests' states are about to be read: their tails enter them, [N] each."""
@@ -183,9 +211,10 @@ class ReplayRecords:
         bank_rows, slots = bank_rows[ours], slots[ours]
         starts, tails = self.starts[bank_rows], self.tails[bank_rows]
         nowhere = torch.full_like(slots, _NOTHING)
-        self._enter_states(pool, slots, bank_rows, starts, tails, nowhere, nowhere)
-        depths = self.depth[bank_rows] + tails
-        self._go_on(bank_rows, slots, depths, starts, tails, torch.ones_like(slots, dtype=torch.bool))
+        self._enter_states(pool, slots, slots, bank_rows, starts, tails, nowhere, nowhere)
+        if self.windows is not None:
+            pool.mamba_cache.conv[0][:, slots] = self.windows[:, bank_rows]
+        self._go_on(bank_rows, slots, self.depth[bank_rows] + tails, starts, tails, tails)
 
     def settle_slots(self, pool: MambaPool, slots: torch.Tensor) -> None:
         """The same by slot, for readers that know no request."""
@@ -208,6 +237,7 @@ class ReplayRecords:
         self,
         pool: MambaPool,
         slots: torch.Tensor,
+        targets: torch.Tensor,
         bank_rows: torch.Tensor,
         starts: torch.Tensor,
         counts: torch.Tensor,
@@ -216,8 +246,8 @@ class ReplayRecords:
         # On a CPU a look at the counts is free; a device would have to be waited for.
         if counts.device.type == "cpu" and not counts.any():
             return
-        banks = self.u, self.k, self.g
-        self._commit_states(pool.mamba_cache.temporal, slots, bank_rows, *banks, starts, counts, *tracks)
+        places, banks = (slots, targets, bank_rows), (self.u, self.k, self.g)
+        self._commit_states(pool.mamba_cache.temporal, *places, *banks, starts, counts, *tracks)
 
     def _go_on(
         self,
@@ -228,11 +258,11 @@ class ReplayRecords:
         tails: torch.Tensor,
         entered: torch.Tensor,
     ) -> None:
-        """Note that states at depths - tails lack their tails, or where entered [N] that they have them."""
+        """Note that of `tails` recorded tokens, ending at `depths`, the first `entered` are in the states."""
         self.slot[bank_rows] = slots
-        self.depth[bank_rows] = torch.where(entered, depths, depths - tails)
-        self.starts[bank_rows] = torch.where(entered, (starts + tails) % self.ring, starts)
-        self.tails[bank_rows] = torch.where(entered, 0, tails)
+        self.depth[bank_rows] = depths - tails + entered
+        self.starts[bank_rows] = (starts + entered) % self.ring
+        self.tails[bank_rows] = tails - entered
 
     def _check(
         self, wrong: torch.Tensor, bank_rows: torch.Tensor, depths: torch.Tensor, counts: torch.Tensor
@@ -245,96 +275,3 @@ class ReplayRecords:
                 f"records hold {self.rows if self.verified[row] else 0} tokens of a step and "
                 f"{int(self.tails[row])} before them from depth {int(self.depth[row])}"
             )
-
-
-class RecordingStatePool(MambaPool):
-    """SGLang's state pool with banks of records instead of its scratch of one state per drafted token."""
-
-    records: ReplayRecords
-
-    def __init__(self, *, speculative_num_draft_tokens: int, spec_state_size: int, **pool: Any) -> None:
-        # Told of no drafts, SGLang allocates neither the scratch nor wider windows.
-        super().__init__(spec_state_size=spec_state_size, speculative_num_draft_tokens=None, **pool)
-        from sglang.srt.runtime_context import get_exec
-
-        params = pool["cache_params"]
-        self.records = ReplayRecords(
-            fields_of(params),
-            layers=len(pool["mamba_layer_ids"]),
-            requests=spec_state_size,
-            rows=speculative_num_draft_tokens,
-            form=chosen(),
-            device=pool["device"],
-            exact=bool(get_exec().deterministic.enable_deterministic_inference),
-        )
-        logger.info(
-            "replay records: %s (%s), %d requests x %d rows, %.1f MB (%d bytes a row and layer; a state has "
-            "%d)",
-            self.records.form.name,
-            self.records.form.what,
-            spec_state_size,
-            self.records.ring,
-            self.records.bytes / 1e6,
-            sum(field.bytes for field in fields_of(params)),
-            self.mamba_cache.temporal[0, 0].nbytes,
-        )
-
-    # Whoever copies a state reads it, and whoever writes a slot ends what went on from its old state.
-
-    def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
-        self.records.settle_slots(self, src_indices)
-        self.records.forget_slots(dst_indices)
-        super().copy_from(src_indices, dst_indices)
-
-    def clear_slots(self, indices: torch.Tensor) -> None:
-        self.records.forget_slots(indices)
-        super().clear_slots(indices)
-
-
-def records_of(req_pool: Any) -> ReplayRecords | None:
-    """The banks of a server that speculates, from its request pool; None for one that does not."""
-    return getattr(req_pool.mamba_pool, "records", None)
-
-
-def build_pool(original, req_pool, *, cache_params, speculative_num_draft_tokens=None, **rest) -> Any:
-    """AROUND hook on HybridReqToTokenPool._init_mamba_pool: our pool for our models when drafts are
-    verified."""
-    from sglang_k3.models.hf_config import K3CacheParams
-
-    if speculative_num_draft_tokens and isinstance(cache_params, K3CacheParams):
-        req_pool.mamba_pool_cls = RecordingStatePool
-    return original(
-        req_pool,
-        cache_params=cache_params,
-        speculative_num_draft_tokens=speculative_num_draft_tokens,
-        **rest,
-    )
-
-
-def plan_memory(original, planner, total_rest_memory: float) -> float:
-    """AROUND hook on the memory planner's sizing of the state pool (GiB in, GiB left out).
-
-    SGLang would reserve a whole state for every drafted token. Ours charges the banks, which is what is
-    allocated, and lets SGLang size the slots as without speculation.
-    """
-    from sglang.srt.runtime_context import get_schedule, get_spec
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sglang_k3.models.hf_config import K3CacheParams
-
-    params = planner.mambaish_config.mamba2_cache_params
-    algorithm = planner.spec_algorithm
-    if algorithm.is_none() or not isinstance(params, K3CacheParams):
-        return original(planner, total_rest_memory)
-    requests = max(1, get_schedule().max_running_requests // planner.attn_dp_size)
-    slots = get_schedule().max_mamba_cache_size
-    if slots is not None:
-        requests = min(requests, slots // planner._calculate_mamba_ratio())
-    each = bytes_per_request(params, get_spec().speculative_num_draft_tokens, chosen())
-    banks = each * (requests + 1) / _GIB
-    logger.info("planned %.3f GiB of replay records: %d requests x %.1f MB", banks, requests, each / 1e6)
-    planner.spec_algorithm = SpeculativeAlgorithm.NONE
-    try:
-        return original(planner, total_rest_memory - banks)
-    finally:
-        planner.spec_algorithm = algorithm

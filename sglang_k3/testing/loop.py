@@ -97,7 +97,7 @@ class Loop:
 
         options = {"temperature": 0.0, "ignore_eos": True, **sampling}
         params = SamplingParams(max_new_tokens=new_tokens, **options)
-        params.normalize(None)
+        params.normalize(self.scheduler.tokenizer)
         made: list[Any] = []
         queue = self.scheduler._add_request_to_queue
 

@@ -50,12 +50,13 @@ def run_verify(verify, inputs, pool, slots, lengths, rows, bank, starts=None, ta
     return verify(*inputs.tensors, pool, *spans, *bank, *pending, inputs.scale)
 
 
-def run_commit(commit, pool, slots, rows, bank, counts, tracks=None, starts=None):
+def run_commit(commit, pool, slots, rows, bank, counts, tracks=None, starts=None, into=None):
     """One layer: the stacked operator on views with a leading 1."""
     offsets, targets = zip(*tracks, strict=True) if tracks else ([-1] * len(slots), [-1] * len(slots))
     commit(
         pool.unsqueeze(0),
         torch.tensor(slots),
+        torch.tensor(into or slots),
         torch.tensor(rows),
         *(part.unsqueeze(0) for part in bank),
         torch.tensor(starts or [0] * len(slots)),
@@ -164,6 +165,23 @@ def test_the_state_at_a_boundary_is_kept_at_every_offset(verify, commit, pool_dt
 
 
 @IMPLEMENTATIONS
+@POOLS
+@pytest.mark.parametrize("value_dim", [10, 24])
+def test_a_state_may_go_on_in_another_slot_and_stay_as_it_was(verify, commit, pool_dtype, value_dim):
+    counts, slots, into, rows = [5, 0, 8], [1, 2, 3], [4, 5, 3], [0, 1, 2]
+    inputs = kda_inputs(WIDTH * 3, value_dim=value_dim)
+    start = states(inputs, 7, dtype=pool_dtype)
+    bank = banks(inputs, 3)
+    run_verify(verify, inputs, start, slots, [WIDTH] * 3, rows, bank)
+    there, here = start.clone(), start.clone()
+    run_commit(commit, there, slots, rows, bank, counts, [(2, 6), (0, 0), (-1, -1)], into=into)
+    run_commit(commit, here, slots, rows, bank, counts, [(2, 6), (0, 0), (-1, -1)])
+    assert same_bits(there[[4, 3, 6]], here[[1, 3, 6]])
+    assert not torch.equal(there[4], start[1])
+    assert same_bits(there[[0, 1, 2, 5]], start[[0, 1, 2, 5]])
+
+
+@IMPLEMENTATIONS
 def test_a_commit_touches_its_slots_only(verify, commit):
     counts, slots, rows = [0, 3, 7, 1, 8], [5, 1, -1, 4, 2], [0, 4, 1, 2, 3]
     inputs = kda_inputs(WIDTH * len(slots))
@@ -192,7 +210,7 @@ def test_all_layers_in_one_commit_have_the_bits_of_one_layer_each():
             cpu.verify, inputs[layer], pools[layer], [3, 1], lengths, [2, 1], [part[layer] for part in bank]
         )
     alone = pools.clone()
-    arguments = [torch.tensor(x) for x in ([3, 1], [2, 1])]
+    arguments = [torch.tensor(x) for x in ([3, 1], [3, 1], [2, 1])]
     ends = [torch.tensor(x) for x in ([0, 0], [6, 5], [2, -1], [2, -1])]
     for threads in (1, 2):
         together = pools.clone()
@@ -239,7 +257,7 @@ def test_an_empty_batch_is_nothing(verify, commit):
     empty = torch.empty(0, dtype=torch.int64)
     spans = empty, torch.zeros(1, dtype=torch.int64), empty
     out = verify(*inputs.tensors, pool, *spans, *bank, empty, empty, empty, inputs.scale)
-    commit(pool.unsqueeze(0), empty, empty, *(part.unsqueeze(0) for part in bank), *[empty] * 4)
+    commit(pool.unsqueeze(0), empty, empty, empty, *(part.unsqueeze(0) for part in bank), *[empty] * 4)
     assert out.shape == inputs.v.shape and same_bits(pool, before)
 
 

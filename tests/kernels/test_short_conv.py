@@ -242,7 +242,8 @@ def test_verify_then_commit_is_extend_over_the_accepted_rows(verify, commit, dty
     want = cpu.extend(x, weight, start.clone(), *spans(lengths, slots.tolist()).arguments)
     assert scaled_error(y, want) < (1e-6 if dtype == torch.float32 else 1e-2)
     nowhere = torch.tensor([-1] * 4)
-    commit(pool.unsqueeze(0), slots, rows, bank.unsqueeze(0), torch.tensor(counts), nowhere, nowhere.clone())
+    pools = pool.unsqueeze(0)
+    commit(pools, slots, rows, bank.unsqueeze(0), torch.tensor(counts), pools, nowhere, nowhere.clone())
     accepted = torch.cat(
         [x[begin : begin + n] for begin, n in zip(cu_seqlens.tolist(), counts, strict=False)]
     )
@@ -258,19 +259,24 @@ def test_commit_keeps_the_window_at_each_boundary(verify, commit):
     verify(x, weight, start, here[0], torch.tensor([0, 8]), here[1], bank)
     for count in range(9):
         for offset in range(-1, 9):
-            pool = start.clone()
-            commit(
-                pool.unsqueeze(0),
-                *here,
-                bank.unsqueeze(0),
-                torch.tensor([count]),
-                torch.tensor([offset]),
-                torch.tensor([3]),
-            )
-            kept = count > 0 and 0 <= offset <= count
-            want = torch.cat([start[1], x])[offset : offset + 3] if kept else start[3]
-            assert same_bits(pool[3], want), (count, offset)
-            assert same_bits(pool[1], torch.cat([start[1], x])[count : count + 3])
+            for apart in (False, True):
+                pool, other = start.clone(), start.clone()
+                into = other if apart else pool
+                commit(
+                    pool.unsqueeze(0),
+                    *here,
+                    bank.unsqueeze(0),
+                    torch.tensor([count]),
+                    into.unsqueeze(0),
+                    torch.tensor([offset]),
+                    torch.tensor([3]),
+                )
+                kept = count > 0 and 0 <= offset <= count
+                want = torch.cat([start[1], x])[offset : offset + 3] if kept else start[3]
+                assert same_bits(into[3], want), (count, offset)
+                assert same_bits(pool[1], torch.cat([start[1], x])[count : count + 3])
+                if apart:
+                    assert same_bits(pool[3], start[3]) and same_bits(other[:3], start[:3])
 
 
 @VERIFIES

@@ -20,6 +20,7 @@ FULL = {
     "speculating, a ring of records": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1", VARIABLE: "ring"},
     "lazy": {"K3_STRATEGY": "lazy"},
     "lazy, speculating": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1"},
+    "anchored records": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1", VARIABLE: "anchored"},
     "mixed": {"K3_STRATEGY": "mixed"},
     "page 64": {"K3_STRATEGY": "page 64"},
     "one request": {"K3_STRATEGY": "one request"},

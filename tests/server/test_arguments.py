@@ -150,20 +150,43 @@ def test_each_flag_that_cannot_work_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "environment, refused",
+    "environment, cases",
     [
-        ({"SGLANG_RAGGED_VERIFY_MODE": "cap-accept"}, "SGLANG_RAGGED_VERIFY_MODE=cap-accept"),
-        ({"SGLANG_K3_RECORDS": "rings"}, "SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring"),
-        ({"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_K3_RECORDS": "ring"}, None),
+        (
+            {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept"},
+            [((), "SGLANG_RAGGED_VERIFY_MODE=cap-accept")],
+        ),
+        (
+            {"SGLANG_K3_RECORDS": "rings"},
+            [((), "SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring, anchored")],
+        ),
+        ({"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_K3_RECORDS": "ring"}, [((), None)]),
+        (
+            {"SGLANG_K3_RECORDS": "anchored"},
+            [
+                ((), None),
+                (("--mamba-radix-cache-strategy", "extra_buffer_lazy", "--page-size", "64"), None),
+                (("--mamba-radix-cache-strategy", "extra_buffer"), "strategy extra_buffer cannot work"),
+                (("--mamba-track-interval", "128"), "--mamba-track-interval 128 cannot work"),
+                (("--page-size", "128"), "--page-size 128 cannot work"),
+                (("--disable-overlap-schedule", "--page-size", "16"), "--disable-overlap-schedule does not"),
+                (("--disable-radix-cache",), "--disable-radix-cache does not"),
+                (("--enable-streaming-session",), "--enable-streaming-session does not"),
+            ],
+        ),
     ],
 )
 def test_ways_to_verify_are_chosen_by_name(
-    models: dict[str, Path], drafts: dict[str, Path], environment: dict[str, str], refused: str | None
+    models: dict[str, Path],
+    drafts: dict[str, Path],
+    environment: dict[str, str],
+    cases: list[tuple[tuple[str, ...], str | None]],
 ) -> None:
-    flags = ("--dtype", "float32", *SPECULATE, str(drafts["fits"]))
-    [found] = resolve([arguments(models["k3"], flags)], environment)
-    assert (found[0] == "refused") == (refused is not None)
-    assert refused is None or refused in found[1]
+    common = ("--dtype", "float32", *SPECULATE, str(drafts["fits"]))
+    results = resolve([arguments(models["k3"], (*common, *flags)) for flags, _ in cases], environment)
+    for (flags, refused), (outcome, message, *_) in zip(cases, results, strict=True):
+        assert (outcome == "refused") == (refused is not None), (flags, message)
+        assert refused is None or refused in message, flags
 
 
 def test_each_model_gets_its_backend(models: dict[str, Path]) -> None:

@@ -13,7 +13,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_k3.models.hf_config import K3CacheParams
 from sglang_k3.speculative import replay_records
 from sglang_k3.speculative.record_forms import FORMS, chosen
-from sglang_k3.speculative.replay_records import bytes_per_request, plan_memory
+from sglang_k3.speculative.replay_records import bytes_per_request
+from sglang_k3.speculative.state_pool import plan_memory
 
 GIB = 1 << 30
 ROWS = 8
@@ -67,18 +68,20 @@ def test_the_banks_of_every_running_request_are_charged(server):
     assert told_of_none and made.spec_algorithm is SpeculativeAlgorithm.DSPARK
 
 
-def test_what_is_charged_is_what_is_allocated(server):
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_charged_is_what_is_allocated(server, form):
     params = real_params()
     records = replay_records.ReplayRecords(
         replay_records.fields_of(params),
         layers=69,
         requests=48,
         rows=ROWS,
-        form=chosen(),
+        form=FORMS[form],
+        window_rows=3,
         device="meta",
         exact=False,
     )
-    assert records.bytes == 49 * bytes_per_request(params, ROWS, chosen())
+    assert records.bytes == 49 * bytes_per_request(params, ROWS, FORMS[form])
 
 
 def test_slots_bound_the_requests_that_can_run(server):

@@ -174,6 +174,14 @@ def _solve(v, beta, begin, tokens, h, products, mixing, u, o) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _most_tokens(cu_seqlens) -> int:
+    most = 0
+    for n in range(cu_seqlens.shape[0] - 1):
+        most = max(most, cu_seqlens[n + 1] - cu_seqlens[n])
+    return most
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _verify(
     first,
     last,
@@ -197,17 +205,18 @@ def _verify(
 ) -> None:
     heads, width, values, ring = q.shape[1], q.shape[2], v.shape[2], bank_u.shape[1]
     padded, high = -(-width // PADDING) * PADDING, -(-values // TILE) * TILE
-    columns = -(-ring // COLUMNS) * _GROUP
+    most = _most_tokens(cu_seqlens)
+    columns = -(-most // COLUMNS) * _GROUP
     tile = np.zeros((TILE, padded), np.float32)
     keys = np.zeros((ring + 1, padded), np.float32)
     factors = np.zeros((ring, high), np.float32)
     vectors = np.zeros((columns * padded // COLUMNS, COLUMNS), np.float32)
     asked = np.zeros((columns, padded), np.float32)
-    rows = np.zeros((-(-ring // ROWS) * ROWS + 4, padded), np.float32)
-    mixing = np.zeros((ring, 2, -(-ring // ROWS) * ROWS), np.float32)
+    rows = np.zeros((-(-most // ROWS) * ROWS + 4, padded), np.float32)
+    mixing = np.zeros((most, 2, -(-most // ROWS) * ROWS), np.float32)
     products = np.zeros((columns, high), np.float32)
     tail_sums = np.zeros((columns, -(-ring // TILE) * TILE), np.float32)
-    u = np.zeros((ring, high), np.float32)
+    u = np.zeros((most, high), np.float32)
     for item in range(first, last):
         n = item // heads
         h = item % heads
@@ -261,6 +270,7 @@ def _commit(
     last,
     state_pools,
     slots,
+    target_slots,
     bank_rows,
     bank_u,
     bank_k,
@@ -288,6 +298,7 @@ def _commit(
         bank = bank_rows[n]
         tracked = track_slots[n] >= 0 and 0 <= track_offsets[n] <= count
         track = state_pools[layer, max(track_slots[n], 0), h]
+        target = state_pools[layer, target_slots[n], h]
         before = track_offsets[n] if tracked else count
         _tail_keys(bank_k[layer, bank], bank_g[layer, bank], start, before, h, before_keys)
         _tail_keys(bank_k[layer, bank], bank_g[layer, bank], start + before, count - before, h, behind_keys)
@@ -302,7 +313,7 @@ def _commit(
                 store_rows(tile, size, track, r)
             if before < count:
                 rank_update(tile, behind_keys, count - before, factors, before, r, states, ahead)
-            store_rows(tile, size, states, top + r)
+            store_rows(tile, size, target, r)
 
 
 @register("kda.commit", "block", preference=20, supports=fp32_or_bf16)

@@ -316,8 +316,9 @@ def verify(*arguments: Any) -> torch.Tensor:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _replay_head(state, u, start, count, track_offset, track, h, prepared, rows) -> None:
-    """state [V, K] moves on by `count` recorded tokens; after track_offset it is kept in track too."""
+def _replay_head(state, target, u, start, count, track_offset, track, h, prepared, rows) -> None:
+    """state [V, K] moves on by `count` recorded tokens, into target; after track_offset it is kept in track
+    too."""
     values = state.shape[0]
     before = min(max(track_offset, 0), count)
     for first in range(0, values, ROWS):
@@ -328,7 +329,7 @@ def _replay_head(state, u, start, count, track_offset, track, h, prepared, rows)
             store_rows(rows, size, track, first)
         rest = prepared[before * PREPARED_ROWS :]
         _replay_group(state, u, start + before, count - before, h, rest, first, size, rows)
-        store_rows(rows, size, state, first)
+        store_rows(rows, size, target, first)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -337,6 +338,7 @@ def _commit(
     last,
     state_pools,
     slots,
+    target_slots,
     bank_rows,
     bank_u,
     bank_k,
@@ -361,6 +363,7 @@ def _commit(
         tracked = track_slots[n] >= 0
         _replay_head(
             state_pools[layer, slots[n], h],
+            state_pools[layer, target_slots[n], h],
             bank_u[layer, bank],
             starts[n],
             counts[n],
@@ -376,6 +379,7 @@ def run_commit(
     kernel: Any,
     state_pools: torch.Tensor,
     slots: torch.Tensor,
+    target_slots: torch.Tensor,
     bank_rows: torch.Tensor,
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
@@ -394,6 +398,7 @@ def run_commit(
         layers * requests * heads * values * width // LANES,
         array_of(state_pools),
         slots.numpy(),
+        target_slots.numpy(),
         bank_rows.numpy(),
         bank_u.numpy(),
         array_of(bank_k),

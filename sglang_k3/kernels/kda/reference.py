@@ -209,6 +209,7 @@ def verify(
 def commit(
     state_pools: torch.Tensor,
     slots: torch.Tensor,
+    target_slots: torch.Tensor,
     bank_rows: torch.Tensor,
     bank_u: torch.Tensor,
     bank_k: torch.Tensor,
@@ -221,25 +222,30 @@ def commit(
     """The first counts[n] recorded tokens enter the states of all layers: S <- S * d + u k^T each.
 
     Args:
-        state_pools: [L, S, H, V, K], updated in place; a bf16 state is rounded after every token.
-        slots, track_slots: [N] int64, -1 for none. bank_rows: [N] int64.
+        state_pools: [L, S, H, V, K]; a bf16 state is rounded after every token.
+        slots: [N] int64, the states to go on from, -1 for none.
+        target_slots: [N] int64, where they are written: usually slots; a state whose target is another slot
+            stays as it is.
+        track_slots: [N] int64, -1 for none. bank_rows: [N] int64.
         bank_u, bank_k, bank_g: the banks of `verify`, stacked over the layers: [L, B, R, ...].
         starts: [N] int64, the ring row of the first of them.
         counts: [N] int64, 0..R accepted tokens (the last one is the verified token before the bonus).
         track_offsets: [N] int64: the state after so many of these tokens is also kept in track_slots[n]
             (0: the state before them). Beyond counts[n] or below 0: nothing is kept.
+
+    A request with nothing to commit (counts[n] = 0) writes nothing, also not to another target.
     """
     ring = bank_u.shape[2]
     for n, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
         row, count, track = int(bank_rows[n]), int(counts[n]), int(track_slots[n])
+        if slot < 0 or count == 0:
+            continue
         stored = state_pools[:, slot].clone()
         for i in range(count + 1):
-            if i == track_offsets[n] and track >= 0 and count > 0:
+            if i == track_offsets[n] and track >= 0:
                 state_pools[:, track] = stored
             if i == count:
                 break
             at = (int(starts[n]) + i) % ring
             stored = _replayed(stored, bank_u[:, row, at], bank_k[:, row, at], bank_g[:, row, at])
-        state_pools[:, slot] = stored
+        state_pools[:, target_slots[n]] = stored

@@ -236,7 +236,9 @@ def _shift(window, accepted, count, target) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _commit(first, last, window_pools, slots, bank_rows, bank_x, counts, track_offsets, track_slots) -> None:
+def _commit(
+    first, last, window_pools, slots, bank_rows, bank_x, counts, track_pools, track_offsets, track_slots
+) -> None:
     requests = slots.shape[0]
     for item in range(first, last):
         layer = item // requests
@@ -246,7 +248,7 @@ def _commit(first, last, window_pools, slots, bank_rows, bank_x, counts, track_o
         window = window_pools[layer, slots[n]]
         accepted = bank_x[layer, bank_rows[n]]
         if track_slots[n] >= 0 and 0 <= track_offsets[n] <= counts[n]:
-            _shift(window, accepted, track_offsets[n], window_pools[layer, track_slots[n]])
+            _shift(window, accepted, track_offsets[n], track_pools[layer, track_slots[n]])
         _shift(window, accepted, counts[n], window)
 
 
@@ -257,6 +259,7 @@ def commit(
     bank_rows: torch.Tensor,
     bank_x: torch.Tensor,
     counts: torch.Tensor,
+    track_pools: torch.Tensor,
     track_offsets: torch.Tensor,
     track_slots: torch.Tensor,
 ) -> None:
@@ -272,6 +275,7 @@ def commit(
         bank_rows.numpy(),
         array_of(bank_x),
         counts.numpy(),
+        array_of(track_pools),
         track_offsets.numpy(),
         track_slots.numpy(),
     )

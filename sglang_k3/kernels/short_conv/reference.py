@@ -111,6 +111,7 @@ def commit(
     bank_rows: torch.Tensor,
     bank_x: torch.Tensor,
     counts: torch.Tensor,
+    track_pools: torch.Tensor,
     track_offsets: torch.Tensor,
     track_slots: torch.Tensor,
 ) -> None:
@@ -119,8 +120,9 @@ def commit(
     Args:
         window_pools: [L, S, W - 1, C], updated in place. bank_x: [L, R, D, C], the same dtype.
         slots, track_slots: [N] int64, -1 for none. bank_rows, counts (0..D), track_offsets: [N] int64.
-        The window after track_offsets[n] of the rows is also kept in track_slots[n], unless the offset is
-        below 0 or beyond counts[n], or nothing is committed.
+        track_pools: [L, S', W - 1, C]: the window after track_offsets[n] of the rows is also kept in its
+        track_slots[n], unless the offset is below 0 or beyond counts[n], or nothing is committed. The same
+        tensor as window_pools, or another.
     """
     kept = window_pools.shape[2]
     for n, slot in enumerate(slots.tolist()):
@@ -129,5 +131,5 @@ def commit(
             continue
         rows = torch.cat([window_pools[:, slot], bank_x[:, int(bank_rows[n]), :count]], dim=1)
         if track >= 0 and 0 <= offset <= count:
-            window_pools[:, track] = rows[:, offset : offset + kept]
+            track_pools[:, track] = rows[:, offset : offset + kept]
         window_pools[:, slot] = rows[:, count:]

@@ -29,12 +29,20 @@ def forced(loop: Loop, schedule: Iterator[list[int]]) -> None:
 
 
 def state_of(loop: Loop, request) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S, window) of a running request, all layers, copied; read as every reader has to."""
-    pool = loop.scheduler.req_to_token_pool
-    cache = pool.mamba_pool.mamba_cache
-    slot = int(request.kv.mamba_pool_idx)
-    pool.mamba_pool.records.settle_slots(pool.mamba_pool, torch.tensor([slot]))
-    return cache.temporal[:, slot].clone(), cache.conv[0][:, slot].clone()
+    """(S, window) of a running request, all layers, copied; read as every reader has to. What that changes is
+    put back: an anchor stays at its boundary."""
+    pool = loop.scheduler.req_to_token_pool.mamba_pool
+    cache, records = pool.mamba_cache, pool.records
+    known = int(records.slot[request.kv.req_pool_idx])
+    slot = int(request.kv.mamba_pool_idx) if known < 0 else known
+    counters = records.depth, records.slot, records.starts, records.tails
+    before = cache.temporal[:, slot].clone(), cache.conv[0][:, slot].clone(), [c.clone() for c in counters]
+    records.settle_slots(pool, torch.tensor([slot]))
+    found = cache.temporal[:, slot].clone(), cache.conv[0][:, slot].clone()
+    cache.temporal[:, slot], cache.conv[0][:, slot] = before[:2]
+    for counter, value in zip(counters, before[2], strict=True):
+        counter.copy_(value)
+    return found
 
 
 def prefilled(loop: Loop, tokens: list[int], name: str) -> tuple[torch.Tensor, torch.Tensor]:

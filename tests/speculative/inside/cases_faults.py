@@ -24,8 +24,9 @@ def poison(loop, *running):
     records, cache = pool.mamba_pool.records, pool.mamba_pool.mamba_cache
     rows = {int(r.kv.req_pool_idx) for r in running if r.kv is not None and r.kv.req_pool_idx is not None}
     others = [row for row in range(records.depth.shape[0]) if row not in rows]
-    for bank in (records.u, records.k, records.g, records.x):
-        bank[:, others] = math.nan
+    for bank in (records.u, records.k, records.g, records.x, records.windows):
+        if bank is not None:
+            bank[:, others] = math.nan
     free = pool.mamba_allocator.free_slots
     slots = torch.as_tensor(list(free) if not isinstance(free, torch.Tensor) else free).long()
     cache.temporal[:, slots] = math.nan

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from sglang_k3.speculative.record_forms import chosen
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
 from sglang_k3.testing.server_process import draft_flags
 from tests.inside import STRATEGIES, prompt_of
+
+collect_ignore = [] if chosen().anchored else ["cases_anchors.py"]
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
 
@@ -44,7 +47,8 @@ def clean(loop: Loop):
     planner = loop.worker._planner
     budget = planner.budget
     yield
-    loop.worker.__dict__.pop("_accept", None)
+    for replaced in ("_accept", "_propose"):
+        loop.worker.__dict__.pop(replaced, None)
     planner.budget = budget
     for request in list(loop.scheduler.running_batch.reqs) + list(loop.scheduler.waiting_queue):
         loop.abort(request.rid)
