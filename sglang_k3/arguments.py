@@ -113,6 +113,10 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
     if view.speculative_algorithm is not None:
         _check_speculation(server_args, view)
         _check_draft(view, config)
+        if view.min_free_slots_delay is None:
+            # SGLang lets requests wait until several rows are free, because with DFlash drafts a prefill is
+            # dear. Ours needs none of its own; one that waits would run behind the others, not beside them.
+            declare_resolution(server_args, "sglang-k3", min_free_slots_delay=1)
     if view.enable_deterministic_inference and view.mamba_ssm_dtype == "bfloat16":
         raise ValueError(
             "--mamba-ssm-dtype bfloat16 is not exact: leave it out with --enable-deterministic-inference."

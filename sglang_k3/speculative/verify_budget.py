@@ -28,7 +28,8 @@ _UNSEEN_STEPS = 8
 
 _SMOOTHING = 0.25
 _OWN_CORRECTION, _SHARED_CORRECTION = 0.5, 0.1
-"""How fast a surprise moves the logarithm of the trust in a request's drafts, and in those of all like it."""
+"""How fast a step's surprise moves the logarithm of the trust in a request's drafts, and in those of all like
+it."""
 
 _RESUME_GAIN = 0.05
 """A paused request drafts again when a trial promises so many tokens more than it costs: not the 0 that
@@ -265,8 +266,8 @@ class VerifyBudget:
                 request = self._request(name)
                 surprise = (expected - (min(count, verified) - 1)) / (verified - 1)
                 request.trust = _corrected(request.trust, surprise, _OWN_CORRECTION)
-                shared = self._trust[request.greedy]
-                self._trust[request.greedy] = _corrected(shared, surprise, _SHARED_CORRECTION)
+                shared, rate = self._trust[request.greedy], _SHARED_CORRECTION / len(ids)
+                self._trust[request.greedy] = _corrected(shared, surprise, rate)
 
     def forget(self, name: str) -> None:
         self._requests.pop(name, None)
