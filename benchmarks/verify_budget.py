@@ -151,10 +151,10 @@ def markdown(report: Report) -> str:
         "# The verify budget\n",
         f"Written by `python -m benchmarks.verify_budget`. {machine_line(report.machine)}\n",
         f"tiny-k3 in bf16. Each client asks {REQUESTS} times for {NEW_TOKENS} new tokens; medians of "
-        f"{report.repeats} rounds over the points in this order, tokens a second. off: no draft; static: every "
-        "drafted row verified; budget: as many as pay. easy: held-out function heads, greedy; hard: random "
-        "tokens, temperature 1. It shows one small model on this CPU, whose clients take part of the two "
-        "cores, and nothing about an NPU.\n",
+        f"{report.repeats} rounds over the points in this order, tokens a second. off: no draft; static: "
+        "every drafted row verified; budget: as many as pay. easy: held-out function heads, greedy; hard: "
+        "random tokens, temperature 1. It shows one small model on this CPU, whose clients take part of the "
+        "two cores, and nothing about an NPU.\n",
         "| clients | text | off | static | budget | budget by the better | tokens a step, static | budget |",
         "| --: | --- | --: | --: | --: | --: | --: | --: |",
     ]

@@ -116,9 +116,11 @@ def _decode_checkpoint(original, batch, track_positions=None):
 def _process_results(original, scheduler, batch, result):
     from sglang_k3.broken_requests import end_broken
     from sglang_k3.prefix_cache.reporting import show_slots
+    from sglang_k3.speculative.budget_report import show_budget
 
     end_broken(original, scheduler, batch, result)
     show_slots(scheduler)
+    show_budget(scheduler)
 
 
 def _add_one_req(original, adder, req, *rest, **named):
@@ -135,8 +137,9 @@ def _mark_broken(original, scheduler, batch, *rest, **named):
 
 def _output_streamer_class(original, scheduler):
     from sglang_k3.prefix_cache.reporting import output_streamer_class
+    from sglang_k3.speculative import budget_report
 
-    return output_streamer_class(original, scheduler)
+    return budget_report.output_streamer_class(output_streamer_class(original, scheduler), scheduler)
 
 
 def _check_request(original, manager, obj, input_ids):

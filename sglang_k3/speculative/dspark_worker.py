@@ -7,6 +7,7 @@ One decode step, top-down in `_decode`; what the host must not wait for stays in
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -149,6 +150,10 @@ class K3DSparkWorker(BaseSpecWorker):
         self._penalties.forget(rid)
         self._planner.forget(rid)
 
+    def show_budget(self, labels: Mapping[str, str] | None) -> None:
+        """labels: Prometheus's; None where nobody asked for metrics."""
+        self._planner.show(labels)
+
     def block_accept_estimate_log_suffix(self) -> str | None:
         """Of the scheduler's line about a decode batch."""
         return self._planner.summary()
@@ -226,7 +231,7 @@ class K3DSparkWorker(BaseSpecWorker):
         assert isinstance(draft_input, DFlashDraftInputV2)
         depths = batch.seq_lens
         anchors = draft_input.bonus_tokens.view(-1)
-        step = self._planner.begin([req.rid for req in batch.reqs], depths, batch.sampling_info)
+        step = self._planner.begin(batch.reqs, depths, batch.sampling_info)
         proposal = self._propose(batch, anchors, step.drafting)
         rows = step.drafted(proposal)
         candidates = torch.cat([anchors.unsqueeze(1), proposal.tokens], 1)[:, : rows.width]

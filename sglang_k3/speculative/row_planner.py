@@ -6,6 +6,7 @@ The budget sits on rank 0, whose clock and estimates decide for every rank.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
 from sglang_k3.models.config import K3Config
+from sglang_k3.speculative.budget_report import BudgetMetrics, Spent, spent_on
 from sglang_k3.speculative.proposer import Proposal
 from sglang_k3.speculative.ragged_rows import RaggedRows
 from sglang_k3.speculative.verify_budget import Decision, Experts, VerifyBudget
@@ -37,7 +39,9 @@ class RowPlanner:
         self.rows, self.device = rows, device
         experts = None if text.moe is None else Experts(text.moe.num_experts, text.moe.top_k)
         self.budget = VerifyBudget(rows, experts) if budgeted() else None
-        self._running: list[str] = []
+        self._running: list[Any] = []
+        self.spent = Spent()
+        self._metrics: BudgetMetrics | None = None
         parallel = get_parallel()
         self.leads, self._ranks = parallel.tp_rank == 0, parallel.tp_size
 
@@ -46,14 +50,14 @@ class RowPlanner:
         mode = read_ragged_verify_mode().value
         return f"{'all' if self.budget is None else 'by a budget'} verified ({VARIABLE}={mode})"
 
-    def begin(self, ids: list[str], seq_lens: torch.Tensor, info: Any) -> Step:
-        """ids, seq_lens [N]: the batch's requests, and their committed tokens; info: how they sample."""
-        self._running = ids
+    def begin(self, reqs: list[Any], seq_lens: torch.Tensor, info: Any) -> Step:
+        """reqs, seq_lens [N]: the batch's requests, and their committed tokens; info: how they sample."""
         if self.budget is None:
             return Step(self)
-        for name, top_k in zip(ids, info.top_ks.tolist(), strict=True):
-            self.budget.welcome(name, greedy=top_k <= 1)
-        return BudgetedStep(self, self.budget, ids, int(seq_lens.sum()))
+        self._running = reqs
+        for req, top_k in zip(reqs, info.top_ks.tolist(), strict=True):
+            self.budget.welcome(req.rid, greedy=top_k <= 1)
+        return BudgetedStep(self, self.budget, reqs, int(seq_lens.sum()))
 
     def agree(self, values: list[int]) -> torch.Tensor:
         """Rank 0's values, [N] int64."""
@@ -64,8 +68,22 @@ class RowPlanner:
         if self.budget is not None:
             self.budget.forget(name)
 
+    def show(self, labels: Mapping[str, str] | None) -> None:
+        """To Prometheus under these labels; None: to nobody."""
+        if self.budget is None or labels is None or not self.leads:
+            return
+        if self._metrics is None:
+            self._metrics = BudgetMetrics(labels)
+        self._metrics.show(self.spent, self.budget.paused([req.rid for req in self._running]))
+
     def summary(self) -> str | None:
-        return None if self.budget is None or not self.leads else self.budget.summary(self._running)
+        """For the scheduler's line about a decode batch."""
+        if self.budget is None or not self.leads:
+            return None
+        accounts = [spent_on(req) for req in self._running]
+        rows, steps = sum(each.rows for each in accounts), sum(each.steps for each in accounts)
+        paused = self.budget.paused([req.rid for req in self._running])
+        return f"verify rows: {rows / max(1, steps):.2f}, paused: {paused}/{len(accounts)}"
 
 
 class Step:
@@ -89,9 +107,11 @@ class Step:
 class BudgetedStep(Step):
     """Its times are those of a device that is done when a call returns: a CPU's."""
 
-    def __init__(self, planner: RowPlanner, budget: VerifyBudget, ids: list[str], context: int) -> None:
+    def __init__(self, planner: RowPlanner, budget: VerifyBudget, reqs: list[Any], context: int) -> None:
         super().__init__(planner)
-        self._budget, self._ids, self._context = budget, ids, context
+        self._reqs = reqs
+        self._ids = ids = [req.rid for req in reqs]
+        self._budget, self._context = budget, context
         self._decision: Decision | None = None
         self._began = time.perf_counter()
         who = budget.who_drafts(ids) if planner.leads else [False] * len(ids)
@@ -126,3 +146,6 @@ class BudgetedStep(Step):
             self._drafted - self._began,
             now - self._drafted,
         )
+        for req, rows, drafted in zip(self._reqs, self._decision.rows, self._who.tolist(), strict=True):
+            for account in (self._planner.spent, spent_on(req)):
+                account.step(rows, drafted)

@@ -97,8 +97,6 @@ class _Request:
 
     gain: float | None = None
     paused: bool = False
-    rows_verified: int = 0
-    steps: int = 0
 
 
 def _corrected(trust: float, surprise: float, rate: float) -> float:
@@ -161,9 +159,9 @@ class VerifyBudget:
             # Steps of every size, so that the time of a row can be told from a step's.
             each = 1 + self._explored * 5 % self.rows
             self._explored += 1
-            return self._decision(requests, [each] * count, drafts)
+            return self._decision([each] * count, drafts)
         if not any(drafted):
-            return self._decision(requests, [1] * count, drafts)
+            return self._decision([1] * count, drafts)
         order = np.argsort(-drafts, axis=None, kind="stable")
         ranked = drafts.ravel()[order]
         ranked = ranked[ranked > 0]
@@ -176,7 +174,7 @@ class VerifyBudget:
         best = int(rates.argmax())
         rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
         self._judge(requests, drafted, rows, drafts, float(rates[best]), context)
-        return self._decision(requests, rows.tolist(), drafts)
+        return self._decision(rows.tolist(), drafts)
 
     def verify_seconds(self, count: int, rows: np.ndarray, context: int) -> np.ndarray:
         return self.verify_times(self._verify_features(count, np.asarray(rows, dtype=float), context))
@@ -234,10 +232,8 @@ class VerifyBudget:
             self._interval = _FIRST_TRIAL if resumed else min(2 * self._interval, _LAST_TRIAL)
             self._until_trial = self._interval
 
-    def _decision(self, requests: list[_Request], rows: list[int], drafts: np.ndarray) -> Decision:
-        for request, count in zip(requests, rows, strict=True):
-            request.rows_verified += count
-            request.steps += 1
+    @staticmethod
+    def _decision(rows: list[int], drafts: np.ndarray) -> Decision:
         expected = [float(chances[: count - 1].sum()) for chances, count in zip(drafts, rows, strict=True)]
         return Decision(rows, expected)
 
@@ -285,10 +281,6 @@ class VerifyBudget:
         self.welcome(name, greedy=True)
         return self._requests[name]
 
-    def summary(self, ids: Sequence[str]) -> str:
-        """For the scheduler's log line."""
-        requests = [self._requests[name] for name in ids if name in self._requests]
-        steps = sum(request.steps for request in requests)
-        rows = sum(request.rows_verified for request in requests)
-        paused = sum(request.paused for request in requests)
-        return f"verify rows: {rows / max(1, steps):.2f}, paused: {paused}/{len(requests)}"
+    def paused(self, ids: Sequence[str]) -> int:
+        """How many of these requests are."""
+        return sum(self._requests[name].paused for name in ids if name in self._requests)

@@ -37,7 +37,7 @@ ENVIRONMENTS = {
         "SGLANG_RAGGED_VERIFY_MODE": "compact",
     },
 }
-IN_TEST = ("extra_buffer",)
+IN_TEST = ("extra_buffer", "a ring of records, rows by a budget")
 # New tokens of each answer.
 TOKENS, ALL_TOKENS = 56, 200
 SAMPLED = {
@@ -130,14 +130,22 @@ def test_every_kind_of_request_in_one_batch_keeps_its_own_text(
     assert got == want and len(kinds) > 2
 
 
-def test_the_answer_says_how_much_was_accepted(
-    speculating: Server, asked: tuple[list[list[int]], int]
+def test_the_answer_says_how_much_was_accepted_and_what_a_budget_spent(
+    speculating: Server, asked: tuple[list[list[int]], int], request: pytest.FixtureRequest
 ) -> None:
+    budgeted = "rows by a budget" in request.node.name
     metas = [speculating.answer(ids, TOKENS)["meta_info"] for ids in asked[0] if len(ids) > 20]
     for meta in metas:
         assert meta["completion_tokens"] == TOKENS
         # The first token comes from the prefill.
         assert meta["spec_verify_ct"] * meta["spec_accept_length"] == pytest.approx(TOKENS, abs=2)
+        if "verify_budget" in meta:
+            [spent] = meta["verify_budget"]
+            # With overlap a last step is under way when the answer is complete.
+            assert 0 <= spent["steps"] - meta["spec_verify_ct"] <= 1
+            assert spent["steps"] <= spent["rows"] <= 8 * spent["steps"]
+    told = ["verify_budget" in meta for meta in metas]
+    assert all(told) if budgeted else not any(told)
     steps = sum(meta["spec_verify_ct"] for meta in metas)
     # How many rows are verified, and so accepted at most, is the budget's choice.
     assert steps < (TOKENS - 1) * len(metas), "no draft was accepted"

@@ -234,8 +234,8 @@ def test_ended_requests_are_forgotten():
     assert set(budget._requests) == {"b"}
 
 
-def test_the_log_line_tells_rows_and_pauses():
+def test_paused_requests_are_counted():
     budget = known()
     budget.decide(["a", "b"], [True, False], chances(0.99, 0.99), 0)
     budget._request("b").paused = True
-    assert budget.summary(["a", "b", "gone"]) == "verify rows: 4.00, paused: 1/2"
+    assert budget.paused(["a", "b", "gone"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_k3.speculative.budget_report import Spent, spent_on
 from tests.speculative.inside.at_random import AtRandom
 
 
@@ -37,6 +38,17 @@ def test_texts_are_those_of_full_verifies(loop, asked, seed):
     planner.budget = AtRandom(seed)
     assert written(loop, asked) == whole
     assert {1, 3} <= planner.budget.widths, "steps of one row count and of several"
+
+
+def test_each_request_and_the_server_know_what_was_spent(loop, prompt):
+    planner = loop.worker._planner
+    planner.budget, planner.spent = AtRandom(4), Spent()
+    requests = [loop.admit(f"r{i}", prompt(30 + i, seed=i), 30) for i in range(3)]
+    loop.finish(*requests)
+    accounts = [spent_on(request) for request in requests]
+    for name in ("steps", "rows", "paused_steps"):
+        assert sum(getattr(each, name) for each in accounts) == getattr(planner.spent, name) > 0
+    assert all(each.paused_steps <= each.steps < each.rows < 8 * each.steps for each in accounts)
 
 
 def test_without_a_draft_nothing_is_drafted_and_the_text_is_the_same(loop, asked, monkeypatch):
