@@ -160,6 +160,12 @@ def _plan_memory(original, planner, total_rest_memory):
     return plan_memory(original, planner, total_rest_memory)
 
 
+def _update_weights(original, updater, model_path, *rest, **named):
+    from sglang_k3.models.weight_update import update_from_disk
+
+    return update_from_disk(original, updater, model_path, *rest, **named)
+
+
 def _slots_of_a_request(original, planner):
     from sglang_k3.speculative.state_pool import slots_of_a_request
 
@@ -294,6 +300,14 @@ HOOKS = (
         why="it walks a set of classes, whose order differs by process: two penalties of one request "
         "are added in either order, and its logprobs differ in the last bit from one server to the next",
         until="SGLang hands over a sequence",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater"
+        ".WeightUpdater.update_weights_from_disk",
+        _update_weights,
+        why="new weights that do not fit are rolled back from the folder that does not fit, which ends the "
+        "scheduler",
+        until="SGLang reads the old folder",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool._init_mamba_pool",

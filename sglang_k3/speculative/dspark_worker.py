@@ -144,7 +144,9 @@ class K3DSparkWorker(BaseSpecWorker):
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        return [("draft", self.draft_model_runner)]
+        """None: what updates a target's weights has no tensor of the draft's, which has a checkpoint of its
+        own and reads the target's embedding and head where they are."""
+        return []
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         self._penalties.forget(rid)

@@ -155,6 +155,10 @@ class Loop:
             self.step()
         raise LoopFailed(f"requests still running after {limit} turns")
 
+    def tell(self, message: Any) -> Any:
+        """The scheduler's answer to one of SGLang's other messages, between two turns."""
+        return self.scheduler._request_dispatcher(message)
+
     def flush(self) -> None:
         """Empty the prefix cache; every request must have ended."""
         self.step(3)

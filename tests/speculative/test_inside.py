@@ -32,7 +32,8 @@ def test_cases_inside_the_scheduler() -> None:
 @pytest.mark.parametrize("form", ["ring", "anchored"])
 def test_records_of_another_form(form: str) -> None:
     """What a form changes: states after runs of all lengths, boundaries, rows that are used again."""
-    run_cases(INSIDE, settings("lazy", form), names="forced or boundary or aborted or machine or anchor")
+    names = "forced or boundary or aborted or machine or anchor or weights"
+    run_cases(INSIDE, settings("lazy", form), names=names)
 
 
 @pytest.mark.verify
