@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -37,7 +38,7 @@ from benchmarks.stages.models import TINY, TINY_DRAFT
 from benchmarks.text import machine_line
 from sglang_k3.kernels.kda.record import record_row
 from sglang_k3.kernels.registry import Call, choose
-from sglang_k3.speculative.record_forms import FORMS, Form
+from sglang_k3.speculative.record_forms import BOUNDARY, FORMS, Form
 from sglang_k3.speculative.replay_records import layer_bytes
 from sglang_k3.testing.repetition import before_repetition
 from sglang_k3.testing.server_process import ServerProcess, draft_flags
@@ -52,14 +53,18 @@ SERVED_BATCHES = (1, 4, 8)
 CONTEXTS = (256, 1024, 4096)
 NEW_TOKENS = 128
 TAILS = (0, 4, 16, 32, 63)
-RING = 63 + ROWS
+RING = FORMS["anchored"].ring(ROWS)
+BUFFERED_SLOTS = 3
+"""Of a running request with SGLang's extra_buffer strategy and overlap: its own, and two buffers."""
+
 TP8_LAYERS, TP8 = 69, 8
 
 
 class Forms(msgspec.Struct, forbid_unknown_fields=True):
     """One batch size. *_streams: time by that of an in-place stream over the requests' states. plain,
-    folded, ring: a step of each form, on average once their tails repeat. tail_streams: a verify by the
-    recorded tokens that it finds between the state and its own, of which none enters the state."""
+    folded, ring, anchored: a step of each form, on average once their tails repeat. tail_streams: a verify by
+    the recorded tokens that it finds between the state and its own, of which none enters the state.
+    fold_streams: an anchor's move over a boundary, into another slot."""
 
     requests: int
     valid: bool
@@ -69,6 +74,8 @@ class Forms(msgspec.Struct, forbid_unknown_fields=True):
     plain_streams: float
     folded_streams: float
     ring_streams: float
+    anchored_streams: float
+    fold_streams: float
     tail_streams: dict[str, float]
     best: str
     best_streams: float
@@ -100,13 +107,17 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """docs/benchmarks/speculation.json. record_bytes_per_row, state_bytes: of one layer of one request,
-    bf16. request_bytes: records of a running request by form, Kimi K3's 69 layers on one of eight ranks."""
+    bf16. request_bytes: records of a running request by form, slot_bytes: one state slot, Kimi K3's 69 layers
+    on one of eight ranks. step_bytes: read and written by one request's step in one layer, by form and for
+    snapshots, counted from shapes."""
 
     machine: Machine
     record_bytes_per_row: int
     conv_bytes_per_row: int
     state_bytes: int
     request_bytes: dict[str, int]
+    slot_bytes: int
+    step_bytes: dict[str, int]
     forms: dict[str, Forms]
     served: Served | None
 
@@ -127,7 +138,7 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     bank.append(s.gate_bound * draw.normal(requests, RING, h, d).sigmoid_())
     stacked = [part.unsqueeze(0) for part in bank]
     start, nowhere = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), -1)
-    counts = torch.full((requests,), ACCEPTED)
+    counts, boundary = torch.full((requests,), ACCEPTED), torch.full((requests,), BOUNDARY)
     kept = torch.empty(requests, ROWS, h, d, d)
     call = Call("cpu", torch.float32)
     verify, commit = choose("kda.verify", call), choose("kda.commit", call)
@@ -146,13 +157,19 @@ def forms(requests: int, protocol: Protocol) -> Forms:
         (states,) = turning.next()
         commit(states.unsqueeze(0), slots, slots, bank_rows, *stacked, start, counts, nowhere, nowhere)
 
+    def run_fold() -> None:
+        (states,) = turning.next()
+        commit(
+            states.unsqueeze(0), slots, slots.roll(1), bank_rows, *stacked, start, boundary, nowhere, nowhere
+        )
+
     def run_snapshots() -> None:
         (states,) = turning.next()
         q, k, v, g, beta = inputs
         snapshots.verify(q, k, v, g, beta, states, slots, kept, scale)
         snapshots.restore(states, slots, counts, kept)
 
-    found = {form.name: steps_of(form) for form in FORMS.values() if not form.at_once}
+    found = {form.name: steps_of(form) for form in FORMS.values() if not form.at_once and not form.anchored}
     wanted = {*((tail, False) for tail in TAILS), *(step for steps in found.values() for step in steps)}
     verifies = {step: run_verify(*step) for step in sorted(wanted)}
     for run in verifies.values():
@@ -160,7 +177,8 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     assert turning.slab is not None
     probe = memory_probe("stream", turning.slab, True, protocol.portion_bytes)
     subjects = [Subject(f"verify {step}", run) for step, run in verifies.items()]
-    subjects += [Subject("commit", run_commit), Subject("snapshots", run_snapshots)]
+    subjects += [Subject("commit", run_commit), Subject("fold", run_fold)]
+    subjects += [Subject("snapshots", run_snapshots)]
     settled = measure([probe], subjects, protocol)
     states_bytes = 2 * requests * h * d * d * 4
     stream = states_bytes / (settled.attempt.readings["stream"].during * 1e9)
@@ -168,6 +186,10 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     by_form = {"plain": streams[f"verify {(0, False)}"] + streams["commit"]}
     for name, steps in found.items():
         by_form[name] = statistics.fmean(streams[f"verify {step}"] for step in steps)
+    between = [streams[f"verify {(tail, False)}"] for tail in TAILS]
+    # From one boundary to the next a tail has every length; it is folded once in that many steps.
+    by_form["anchored"] = float(np.trapezoid(between, TAILS)) / TAILS[-1]
+    by_form["anchored"] += streams["fold"] * ACCEPTED / BOUNDARY
     best = min(by_form, key=lambda name: by_form[name])
     return Forms(
         requests=requests,
@@ -178,6 +200,8 @@ def forms(requests: int, protocol: Protocol) -> Forms:
         plain_streams=by_form["plain"],
         folded_streams=by_form["folded"],
         ring_streams=by_form["ring"],
+        anchored_streams=by_form["anchored"],
+        fold_streams=streams["fold"],
         tail_streams={str(tail): streams[f"verify {(tail, False)}"] for tail in TAILS},
         best=best,
         best_streams=by_form[best],
@@ -202,6 +226,27 @@ def _server(folder: Path, name: str, *flags: str) -> ServerProcess:
     common = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
     common += ("--max-running-requests", "8", "--max-mamba-cache-size", "48", "--max-total-tokens", "49152")
     return ServerProcess(*common, "--disable-radix-cache", *flags, log=folder / f"{name}.log")
+
+
+def step_bytes(s: Sizes, record: int, conv: int) -> dict[str, int]:
+    """Bytes that one request's step reads and writes in one layer, by form and for snapshots. record, conv:
+    bytes of a row. Activations are bf16, states fp32."""
+    h, d = s.heads, s.head_dim
+    state, windows = 4 * h * d * d, (s.conv_width - 1) * conv
+    # What every design reads and writes: q, k, v, g, beta and o of the rows, and their convolution.
+    rows_bytes = ROWS * (h * (2 * 4 * d + 4 * (d + 1)) + 2 * conv)
+    verify = state + rows_bytes + windows + ROWS * (record + conv)
+    commit_window = windows + windows
+    found = {"plain": verify + commit_window + 2 * state + ACCEPTED * record}
+    for form in FORMS.values():
+        if not form.at_once and not form.anchored:
+            steps = steps_of(form)
+            tails = sum(tail for tail, _ in steps) * record
+            found[form.name] = verify + commit_window + (tails + state) // len(steps)
+    folds = (2 * state + BOUNDARY * record + windows) * ACCEPTED // BOUNDARY
+    found["anchored"] = verify + commit_window + (BOUNDARY - 1) * record // 2 + folds
+    found["snapshots"] = state + rows_bytes + windows + ROWS * (state + windows) + 2 * (state + windows)
+    return found
 
 
 def _ask(url: str, ids: list[int], **sampling: Any) -> Streamed:
@@ -273,14 +318,16 @@ def markdown(report: Report) -> str:
         f"{report.state_bytes:,}.\n",
         f"A step of one KDA layer, 96 heads of 128 x 128, that verifies {ROWS} rows and accepts {ACCEPTED}, "
         "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
-        "the next verify writes the state; ring: every fifth does. Snapshots: every state stored, one copied "
-        "back. It shows kernels of this CPU, and nothing about an NPU.\n",
-        "| requests | verify | commit | plain | folded | ring | snapshots | by best | best | probes agree |",
-        "| --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
+        "the next verify writes the state; ring: every fifth does; anchored: a fold into another slot once in "
+        f"{BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. It "
+        "shows kernels of this CPU, and nothing about an NPU.\n",
+        "| requests | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | probes "
+        "agree |",
+        "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
     for form in report.forms.values():
         streams = (form.verify_streams, form.commit_streams, form.plain_streams, form.folded_streams)
-        streams += (form.ring_streams, form.snapshot_streams, form.snapshot_over_best)
+        streams += (form.ring_streams, form.anchored_streams, form.snapshot_streams, form.snapshot_over_best)
         cells = " | ".join(f"{value:.2f}" for value in streams)
         parts.append(f"| {form.requests} | {cells} | {form.best} | {'yes' if form.valid else 'no'} |")
     parts += ["", "A verify of 8 rows by the tail that it finds:\n"]
@@ -289,11 +336,20 @@ def markdown(report: Report) -> str:
     for form in report.forms.values():
         cells = " | ".join(f"{value:.2f}" for value in form.tail_streams.values())
         parts.append(f"| {form.requests} | {cells} |")
-    parts += ["", "Records of a running request, Kimi K3 on one of eight ranks, bf16:\n", "| form | MB |"]
     parts += [
-        "| --- | --: |",
-        *(f"| {name} | {size / 1e6:.1f} |" for name, size in report.request_bytes.items()),
+        f"\nA running request, Kimi K3 on one of eight ranks, bf16; a slot has {report.slot_bytes / 1e6:.1f} MB. "
+        "Slots: its own, and buffers for checkpoints with overlap on. A step's bytes, read and written by one "
+        "request in one whole layer, are counted from shapes; snapshots store a state for each row.\n",
+        "| form | records, MB | slots | together, MB | a step, MB | snapshots by it |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
+    rival = report.step_bytes["snapshots"]
+    for name, size in report.request_bytes.items():
+        slots, step = (1 if FORMS[name].anchored else BUFFERED_SLOTS), report.step_bytes[name]
+        together = (size + slots * report.slot_bytes) / 1e6
+        parts.append(
+            f"| {name} | {size / 1e6:.1f} | {slots} | {together:.1f} | {step / 1e6:.1f} | {rival / step:.1f} |"
+        )
     if report.served is not None:
         parts += _served_markdown(report.served)
     return "\n".join(parts) + "\n"
@@ -345,6 +401,8 @@ def main() -> None:
             for form in FORMS.values()
         },
         conv_bytes_per_row=conv.bytes,
+        slot_bytes=TP8_LAYERS * (4 * s.heads * s.head_dim**2 + (s.conv_width - 1) * conv.bytes) // TP8,
+        step_bytes=step_bytes(s, sum(field.bytes for field in record), conv.bytes),
         state_bytes=4 * s.heads * s.head_dim**2,
         forms=found,
         served=None if arguments.kernels_only else served(console),
