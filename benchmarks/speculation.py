@@ -319,10 +319,9 @@ def markdown(report: Report) -> str:
         f"A step of one KDA layer, 96 heads of 128 x 128, that verifies {ROWS} rows and accepts {ACCEPTED}, "
         "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
         "the next verify writes the state; ring: every fifth does; anchored: a fold into another slot once in "
-        f"{BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. It "
-        "shows kernels of this CPU, and nothing about an NPU.\n",
-        "| requests | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | probes "
-        "agree |",
+        f"{BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. "
+        "It shows kernels of this CPU, and nothing about an NPU.\n",
+        "| requests | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | agree |",
         "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
     for form in report.forms.values():
@@ -337,19 +336,19 @@ def markdown(report: Report) -> str:
         cells = " | ".join(f"{value:.2f}" for value in form.tail_streams.values())
         parts.append(f"| {form.requests} | {cells} |")
     parts += [
-        f"\nA running request, Kimi K3 on one of eight ranks, bf16; a slot has {report.slot_bytes / 1e6:.1f} MB. "
-        "Slots: its own, and buffers for checkpoints with overlap on. A step's bytes, read and written by one "
-        "request in one whole layer, are counted from shapes; snapshots store a state for each row.\n",
+        "\nA running request, Kimi K3 on one of eight ranks, bf16; a slot has "
+        f"{report.slot_bytes / 1e6:.1f} MB. Slots: its own, and buffers for checkpoints with overlap on. A "
+        "step's bytes, read and written by one request in one whole layer, are counted from shapes; snapshots "
+        "store a state for each row.\n",
         "| form | records, MB | slots | together, MB | a step, MB | snapshots by it |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     rival = report.step_bytes["snapshots"]
     for name, size in report.request_bytes.items():
         slots, step = (1 if FORMS[name].anchored else BUFFERED_SLOTS), report.step_bytes[name]
-        together = (size + slots * report.slot_bytes) / 1e6
-        parts.append(
-            f"| {name} | {size / 1e6:.1f} | {slots} | {together:.1f} | {step / 1e6:.1f} | {rival / step:.1f} |"
-        )
+        megabytes = (each / 1e6 for each in (size + slots * report.slot_bytes, step))
+        cells = " | ".join(f"{value:.1f}" for value in (*megabytes, rival / step))
+        parts.append(f"| {name} | {size / 1e6:.1f} | {slots} | {cells} |")
     if report.served is not None:
         parts += _served_markdown(report.served)
     return "\n".join(parts) + "\n"
