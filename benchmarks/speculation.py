@@ -318,10 +318,10 @@ def markdown(report: Report) -> str:
         f"{report.state_bytes:,}.\n",
         f"A step of one KDA layer, 96 heads of 128 x 128, that verifies {ROWS} rows and accepts {ACCEPTED}, "
         "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
-        "the next verify writes the state; ring: every fifth does; anchored: a fold into another slot once in "
-        f"{BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. "
+        "the next verify writes the state; ring: every fifth does; anchored: a fold into another slot once "
+        f"in {BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. "
         "It shows kernels of this CPU, and nothing about an NPU.\n",
-        "| requests | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | agree |",
+        "| batch | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | agree |",
         "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
     for form in report.forms.values():
@@ -338,8 +338,8 @@ def markdown(report: Report) -> str:
     parts += [
         "\nA running request, Kimi K3 on one of eight ranks, bf16; a slot has "
         f"{report.slot_bytes / 1e6:.1f} MB. Slots: its own, and buffers for checkpoints with overlap on. A "
-        "step's bytes, read and written by one request in one whole layer, are counted from shapes; snapshots "
-        "store a state for each row.\n",
+        "step's bytes, read and written by one request in one whole layer, are counted from shapes; "
+        "snapshots store a state for each row.\n",
         "| form | records, MB | slots | together, MB | a step, MB | snapshots by it |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
