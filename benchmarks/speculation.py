@@ -319,8 +319,8 @@ def markdown(report: Report) -> str:
         f"A step of one KDA layer, 96 heads of 128 x 128, that verifies {ROWS} rows and accepts {ACCEPTED}, "
         "fast mode; times in in-place streams over the requests' states. plain: verify, then commit; folded: "
         "the next verify writes the state; ring: every fifth does; anchored: a fold into another slot once "
-        f"in {BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied back. "
-        "It shows kernels of this CPU, and nothing about an NPU.\n",
+        f"in {BOUNDARY} tokens, tails of every length between. Snapshots: every state stored, one copied "
+        "back. It shows kernels of this CPU, and nothing about an NPU.\n",
         "| batch | verify | commit | plain | folded | ring | anchored | snapshots | by best | best | agree |",
         "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --- | --- |",
     ]
