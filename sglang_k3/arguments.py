@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_k3.attention_backends import NAME
-from sglang_k3.prefix_cache import backend
+from sglang_k3.prefix_cache import backend, eviction
 from sglang_k3.upstream import ARCHITECTURES, PLUGIN
 
 _LAZY = "extra_buffer_lazy"
@@ -69,6 +69,8 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "Leave it out."
         )
     config = model_config_of(server_args)
+    _check_eviction(view, _architecture(server_args) in ARCHITECTURES)
+    _check_events(view, _architecture(server_args) in ARCHITECTURES)
     if _architecture(server_args) not in ARCHITECTURES:
         if view.radix_cache_backend == backend.NAME:
             raise ValueError(
@@ -77,6 +79,8 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     if view.radix_cache_backend is None:
         declare_resolution(server_args, "sglang-k3", radix_cache_backend=backend.NAME)
+        if not view._radix_eviction_policy_explicitly_set and view.radix_eviction_policy == "lru":
+            declare_resolution(server_args, "sglang-k3", radix_eviction_policy=eviction.DEFAULT)
     if view.enable_deterministic_inference and str(config.dtype) != "torch.float32":
         raise ValueError(
             f"--enable-deterministic-inference is exact in float32 only, not in {config.dtype}: "
@@ -126,6 +130,35 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "Kimi models run in float32 or bfloat16 on a CPU, not in float16 (which --dtype auto takes for a "
             "float32 checkpoint): add --dtype float32."
         )
+
+
+def _check_eviction(view: Any, ours: bool) -> None:
+    """Raises ValueError for an eviction policy of ours beside another cache or model, or a wrong setting of
+    it."""
+    policy = view.radix_eviction_policy
+    if policy not in eviction.OURS:
+        return
+    if not ours or view.radix_cache_backend not in (None, backend.NAME):
+        raise ValueError(
+            f"--radix-eviction-policy {policy} orders the KDA states of Kimi models, in the cache of "
+            f"--radix-cache-backend {backend.NAME}: leave it out, or pass one of SGLang's own"
+        )
+    eviction.check(policy, view.radix_eviction_policy_config)
+
+
+def _check_events(view: Any, ours: bool) -> None:
+    """Raises ValueError for state events beside another cache or model, or a wrong setting of them."""
+    from sglang_k3.prefix_cache import events_publisher
+
+    mode = events_publisher.mode_of(view.kv_events_config)
+    if mode is None:
+        return
+    if not ours or view.radix_cache_backend not in (None, backend.NAME):
+        raise ValueError(
+            f"--kv-events-config publisher {mode} tells of the KDA states of Kimi models, in the cache of "
+            f"--radix-cache-backend {backend.NAME}: pass zmq for SGLang's events"
+        )
+    events_publisher.with_token_ids(view.kv_events_config)
 
 
 def _check_speculation(server_args: Any, view: Any) -> None:

@@ -504,10 +504,10 @@ CHANGES = (
         until="stays",
     ),
     Change(
-        "radix cache backends k3 and sglang",
+        "radix cache backends k3 and sglang, eviction policies, publishers of state events",
         _register_prefix_cache,
         _prefix_cache_registered,
-        why="SGLang's public registry",
+        why="SGLang's public registries and argument choices",
         until="stays",
     ),
     Change(

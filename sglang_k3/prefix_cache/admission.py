@@ -6,9 +6,11 @@ scheduler. Here a request is admitted with its slots in hand, or waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from sglang_k3.prefix_cache.checkpoints import fork_of
 from sglang_k3.prefix_cache.component import KDAStateComponent
 
 
@@ -18,6 +20,28 @@ def states_of(cache: Any) -> KDAStateComponent | None:
 
     component = getattr(cache, "components", {}).get(ComponentType.MAMBA)
     return component if isinstance(component, KDAStateComponent) else None
+
+
+@contextmanager
+def _chunk_ends_at_fork(adder: Any, req: Any, has_chunked_req: bool) -> Iterator[None]:
+    """A chunk keeps one state. Ending the first one where the prompt parts from what is cached keeps that
+    and, with the rest of the prompt, the prompt's own. SGLang follows one request in chunks at a time."""
+    left = adder.rem_chunk_tokens
+    tokens = fork_of(req, adder.page_size) - req.prefix_len
+    most = len(req.full_untruncated_fill_ids) - req.prefix_len
+    if (
+        has_chunked_req
+        or adder.new_chunked_req is not None
+        or left is None
+        or not 0 < tokens < min(left, most)
+    ):
+        yield
+        return
+    adder.rem_chunk_tokens = tokens
+    try:
+        yield
+    finally:
+        adder.rem_chunk_tokens += left - tokens
 
 
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, **named: Any) -> Any:
@@ -30,7 +54,8 @@ def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, 
     tracking = req.kv.mamba_ping_pong_track_buffer is None
     verdict = AddReqResult.NO_TOKEN
     if states.reserve(req):
-        verdict = original(adder, req, *rest, **named)
+        with _chunk_ends_at_fork(adder, req, named.get("has_chunked_req", True)):
+            verdict = original(adder, req, *rest, **named)
         if req in adder.can_run_list:
             states.admitted(req)
             return verdict

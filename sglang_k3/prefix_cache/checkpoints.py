@@ -10,7 +10,7 @@ ANSWER_OPENING = 32
 """Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""
 
 LEAST_FORK = 64
-"""A chunk keeps one state. A shorter common beginning, a chat template's, is not worth the prompt's own."""
+"""A shorter common beginning, a chat template's, is worth neither a state nor a chunk that ends there."""
 
 
 def prefill_checkpoint(original, batch, req) -> Any:
@@ -72,17 +72,29 @@ def _pairs(batch: Any, pool: Any) -> bool:
 
 
 def _depth(req: Any, page: int) -> int:
-    """Where this chunk keeps a state; at or before its start for nowhere.
+    """Where this chunk keeps a state; at or before its start for nowhere. A fork inside a chunk that could
+    not end there goes before the chunk's own."""
+    depth = _own_depth(req, req.extend_end, page)
+    fork = fork_of(req, page)
+    return fork if 0 < fork < depth else depth
 
-    Of a prompt's last chunk: in front of what a chat template puts behind the last message, which the next
+
+def _own_depth(req: Any, end: int, page: int) -> int:
+    """Of a prompt's last chunk: in front of what a chat template puts behind the last message, which the next
     turn's history renders otherwise. If that is kept already, in front of the last token, which a repetition
     computes again; then at the end. Of a chunk in the middle: at its end.
     """
-    end, prompt = req.extend_end, len(req.full_untruncated_fill_ids)
+    prompt = len(req.full_untruncated_fill_ids)
     depths = [min(end, prompt - behind) // page * page for behind in (1 + ANSWER_OPENING, 1, 0)]
-    depth = next((depth for depth in depths if depth > req.prefix_len), req.prefix_len)
+    return next((depth for depth in depths if depth > req.prefix_len), req.prefix_len)
+
+
+def fork_of(req: Any, page: int) -> int:
+    """Depth at which the prompt parts from what is cached and where no state stands, in front of the prompt's
+    own; 0 if there is none that is worth one."""
     fork = req.mamba_branching_seqlen or 0
-    return fork if max(req.prefix_len + 1, LEAST_FORK) <= fork < depth else depth
+    own = _own_depth(req, len(req.full_untruncated_fill_ids), page)
+    return fork if fork >= LEAST_FORK and req.prefix_len < fork < own else 0
 
 
 def _turn(pool: Any, kv: Any) -> None:

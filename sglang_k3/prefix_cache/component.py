@@ -22,16 +22,24 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.mem_cache.unified_cache.components import EvictLayer, MambaComponent
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer, LRURefreshPhase, MambaComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_k3.broken_requests import is_broken
-from sglang_k3.prefix_cache import anchors
+from sglang_k3.prefix_cache import anchors, eviction
+from sglang_k3.prefix_cache.events_recorder import StateRecorder
 from sglang_k3.prefix_cache.metrics import Metrics, Slots
 from sglang_k3.prefix_cache.outcome import Outcome, outcome_of
 from sglang_k3.speculative.state_pool import records_of
 
 logger = logging.getLogger(__name__)
+
+
+def token_bytes(allocator: Any) -> int:
+    """Bytes of one token's KV, all layers of this rank."""
+    pool = allocator.get_kvcache()
+    sizes = pool.get_kv_size_bytes()
+    return int(sum(sizes) if isinstance(sizes, tuple) else sizes) // max(1, pool.size)
 
 
 class NoSlot(Exception):
@@ -48,7 +56,15 @@ class KDAStateComponent(MambaComponent):
     """Registered for SGLang's MAMBA component; needs the Python tree core (SGLang takes it by itself for
     components that are not its own)."""
 
-    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+    def __init__(
+        self,
+        cache: Any,
+        params: CacheInitParams,
+        policy: str = eviction.DEFAULT,
+        config: dict[str, Any] | None = None,
+        cost: eviction.PrefillCost = eviction.UNMEASURED,
+    ) -> None:
+        """policy, config: of `eviction.make`. cost: of prefill on this server."""
         super().__init__(cache, params)
         # Our kernels keep a state at any depth; only whole pages can be keys.
         self.mamba_checkpoint_grid = params.page_size
@@ -59,6 +75,12 @@ class KDAStateComponent(MambaComponent):
         self.metrics = Metrics(labels, slot_bytes)
         self._stripped: WeakSet[Any] = WeakSet()
         """Nodes whose state was evicted and whose KV stayed."""
+        kv = self.cache.token_to_kv_pool_allocator
+        self.surroundings = eviction.Surroundings(
+            holds=self._holds, cost=cost, state_bytes=slot_bytes, token_bytes=token_bytes(kv)
+        )
+        self.eviction = eviction.make(policy, config, self.surroundings)
+        self.events: StateRecorder | None = None
 
     # --- a request starts --------------------------------------------------------------------------------
 
@@ -77,6 +99,7 @@ class KDAStateComponent(MambaComponent):
                 params.req.kv.mamba_pool_idx = slot
         if not params.req.retracted_stain:
             params.req.prefix_outcome = outcome  # type: ignore[attr-defined]
+            params.req.prefix_end = result.last_visited_node_id, result.full_kv_hit_length  # type: ignore[attr-defined]
         return super().finalize_match_result_in_cache(params, result)
 
     def reserve(self, req: Any) -> bool:
@@ -123,6 +146,9 @@ class KDAStateComponent(MambaComponent):
             # A turn of a streaming session goes on where its slot is, without a match.
             outcome = getattr(req, "prefix_outcome", Outcome(hit=req.prefix_len))
             self.metrics.count(outcome, len(req.origin_input_ids))
+            if self.eviction is not None:
+                node, kv = getattr(req, "prefix_end", (None, 0))
+                self.eviction.started(req, None if node is None else self._tree._node_arena.get(node), kv)
 
     def take_slot(self, keep: int) -> torch.Tensor | None:
         """A slot, [] int64, for which a cached state may go, but not node `keep`'s; None if none can."""
@@ -230,8 +256,14 @@ class KDAStateComponent(MambaComponent):
             self._free_tracking_slots(req.kv)
             req.kv.mamba_pool_idx = None
             req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
-            return
-        super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
+        else:
+            super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
+        if (
+            self.eviction is not None
+            and insert_result is not None
+            and insert_result.last_device_node is not None
+        ):
+            self.eviction.kept(req, self._tree.node_by_id(insert_result.last_device_node))
 
     def _scrub(self, kv: Any) -> None:
         """Zero the slots that a request with NaN in its state gives back."""
@@ -243,8 +275,16 @@ class KDAStateComponent(MambaComponent):
             pool.mamba_pool.clear_slots(pool.translate_mamba_indices(slots))
 
     def commit_insert_component_data(self, node: Any, *rest: Any, **named: Any) -> None:
+        held = self._holds(node)
         super().commit_insert_component_data(node, *rest, **named)
         self._stripped.discard(node)
+        if self.events is not None and not held:
+            self.events.state_stored(node)
+
+    def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        if self.events is not None:
+            self.events.split(new_parent, child)
 
     # --- a state goes ------------------------------------------------------------------------------------
 
@@ -260,7 +300,49 @@ class KDAStateComponent(MambaComponent):
         freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
         if held and node.component_data[self.component_type].value is None:
             self._stripped.add(node)
+            if self.events is not None:
+                self.events.state_gone(node)
         return freed
+
+    def refresh_lru(self, phase: LRURefreshPhase, node: Any, root_node: Any) -> None:
+        super().refresh_lru(phase, node, root_node)
+        if phase is LRURefreshPhase.MATCH_END and self.eviction is not None and self.eviction.refreshes_path:
+            order = self._tree.lru_lists[self.component_type]
+            order.reset_node_and_parents_mru(node, root_node, self._holds)
+
+    def discard_deleted_session_leaf(self, node: Any) -> None:
+        """SGLang tells a component of each node that leaves the tree."""
+        super().discard_deleted_session_leaf(node)
+        if self.eviction is not None:
+            self.eviction.dropped(node)
+
+    def reset_session_state(self) -> None:
+        """SGLang's word for: the tree was emptied."""
+        super().reset_session_state()
+        if self.eviction is not None:
+            self.eviction.clear()
+
+    def _evict_device_next_node(self, *rest: Any, **named: Any) -> Any:
+        """SGLang's walk takes the state under its cursor; which that is, our policy says."""
+        if self.eviction is not None:
+            states = self._may_go()
+            self._evict_device_cursor = self.eviction.victim(states) if states else None
+        return super()._evict_device_next_node(*rest, **named)
+
+    def _may_go(self) -> list[Any]:
+        """Nodes with a state that no request holds, the longest unused first. Where sessions are told apart,
+        those of no session alone as long as there are any."""
+        order, kind = self._tree.lru_lists[self.component_type], self.component_type
+        found, node = [], order.get_lru_no_lock()
+        while node is not None:
+            found.append(node)
+            node = order.get_prev_no_lock(node)
+        if self._tree.enable_session_radix_cache:
+            found = [node for node in found if node.component_data[kind].session_ref == 0] or found
+        return found
+
+    def _holds(self, node: Any) -> bool:
+        return node.component_data[self.component_type].value is not None
 
     # --- what is told about it ---------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ FULL = {
     "one request": {"K3_STRATEGY": "one request"},
     "one state a path": {"K3_STRATEGY": "one state a path"},
     "no_buffer": {"K3_STRATEGY": "no_buffer"},
+    "events, speculating": {"K3_STRATEGY": "events", "K3_DRAFT": "1"},
     "no_buffer, speculating": {"K3_STRATEGY": "no_buffer", "K3_DRAFT": "1"},
     "no_buffer, a ring of records": {"K3_STRATEGY": "no_buffer", "K3_DRAFT": "1", VARIABLE: "ring"},
 }
@@ -38,6 +39,11 @@ OTHER = ("mixed", "page 64", "one request", "one state a path")
 
 def test_cases_inside_the_scheduler() -> None:
     run_cases(INSIDE, {"K3_STRATEGY": "extra_buffer"})
+
+
+@pytest.mark.parametrize("strategy", ["events", "joint events"])
+def test_state_events_of_the_scheduler(strategy: str) -> None:
+    run_cases(INSIDE, {"K3_STRATEGY": strategy}, names="cases_events")
 
 
 @pytest.mark.verify

@@ -49,6 +49,23 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("--enable-linear-replayssm",), "k3", ("--enable-linear-replayssm",)),
     (("--kv-cache-dtype", "fp8_e4m3"), "k3", ("--kv-cache-dtype fp8_e4m3",)),
     (("--pp-size", "2"), "k3", ("--pp-size 2", "--tp-size")),
+    (("--radix-eviction-policy", "value"), "qwen3", ("--radix-eviction-policy value", "Kimi")),
+    (
+        ("--radix-eviction-policy", "marconi", "--radix-cache-backend", "sglang"),
+        "k3",
+        ("--radix-eviction-policy marconi", "--radix-cache-backend k3"),
+    ),
+    (
+        ("--radix-eviction-policy", "marconi", "--radix-eviction-policy-config", '{{"alpha": -1}}'),
+        "k3",
+        ("alpha is -1",),
+    ),
+    (("--kv-events-config", '{{"publisher": "states"}}'), "qwen3", ("publisher states", "zmq")),
+    (
+        ("--kv-events-config", '{{"publisher": "joint", "token_ids": 1}}'),
+        "k3",
+        ("token_ids is 1", "true or false"),
+    ),
     (("--speculative-algorithm", "NGRAM"), "k3", ("--speculative-algorithm NGRAM", "DSPARK")),
     (("--speculative-algorithm", "DSPARK"), "k3", ("--speculative-draft-model-path",)),
     (("--dtype", "float32", *SPECULATE, "{fits}", "--enable-return-hidden-states"), "k3", ("hidden-states",)),

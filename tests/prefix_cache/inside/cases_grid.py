@@ -27,7 +27,8 @@ class Paper:
         opening, last, end = (max(0, len(ids) - behind) // PAGE * PAGE for behind in (33, 1, 0))
         depth = next((depth for depth in (opening, last, end) if depth > hit), hit)
         if max(hit + 1, 64) <= kv < depth:
-            depth = kv  # the fork
+            self.keys.add(tuple(ids[:kv]))  # the fork, in a chunk of its own
+            depth = next((depth for depth in (opening, last, end) if depth > kv), kv)
         if depth > hit:
             self.keys.add(tuple(ids[:depth]))
         return hit

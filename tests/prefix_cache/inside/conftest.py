@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -13,8 +14,17 @@ import pytest
 from sglang_k3.prefix_cache.admission import states_of
 from sglang_k3.prefix_cache.component import KDAStateComponent
 from sglang_k3.testing.loop import Loop
-from sglang_k3.testing.server_process import draft_flags
+from sglang_k3.testing.server_process import draft_flags, free_port
 from tests.inside import STRATEGIES, prompt_of
+
+# State events on two free ports; twenty batches are kept for replay, so that a newcomer needs the snapshot.
+EVENTS, REPLAY = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+
+
+def publishing(publisher: str) -> tuple[str, ...]:
+    config = {"publisher": publisher, "endpoint": EVENTS, "replay_endpoint": REPLAY, "bind": True}
+    return ("--kv-events-config", json.dumps({**config, "buffer_steps": 20}))
+
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # Batches of prefill and decode with chunks that end off a page; one request's worth of slots; a pool with one
@@ -26,6 +36,8 @@ FLAGS = STRATEGIES | {
     ),
     "mixed": (*STRATEGIES["extra_buffer"], "--enable-mixed-chunk", "--chunked-prefill-size", "100"),
     "page 64": ("--page-size", "64", "--mamba-track-interval", "64"),
+    "events": (*STRATEGIES["extra_buffer"], *publishing("states")),
+    "joint events": (*STRATEGIES["extra_buffer"], *publishing("joint")),
     "one state a path": (*STRATEGIES["extra_buffer"], "--mamba-max-states-per-path", "1"),
 }
 
