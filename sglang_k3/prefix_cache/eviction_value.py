@@ -9,7 +9,7 @@ eviction changes what the states around are worth, and both are computed anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,13 +43,18 @@ class ByValue(Eviction):
         self._paths: dict[Path, None] = {}
         self._ending: dict[Node, list[Path]] = {}
         self._of: WeakKeyDictionary[Any, Path | Kind] = WeakKeyDictionary()
-        self._worth: dict[Node, float] | None = None
+        self._uses: dict[Node, float] = {}
+        self._stretch: dict[Node, tuple[int, int]] = {}
+        self._expected: dict[Path, list[tuple[Node, float]]] = {}
+        self._rates = self._returns.indices(())
+        self._stale, self._going = True, None
+        self._moved: set[Path] = set()
 
     # --- what happens ------------------------------------------------------------------------------------
 
     def started(self, request: Any, node: Node | None, kv: int) -> None:
         self._clock += 1
-        self._worth = None
+        self._stale = True
         self._of[request] = Kind.NEW
         if node is None or kv <= 0 or node.parent is None:
             return
@@ -78,7 +83,7 @@ class ByValue(Eviction):
             self._of[request] = Kind.ALIVE
 
     def kept(self, request: Any, node: Node) -> None:
-        self._worth = None
+        self._stale = True
         path = self._of.get(request, Kind.NEW)
         depth = depth_of(node)
         if isinstance(path, Path) and path in self._paths:
@@ -94,6 +99,7 @@ class ByValue(Eviction):
         """Its paths end at the parent now, and remember how long they were."""
         for path in self._ending.pop(node, ()):
             path.end = node.parent
+            self._moved.add(path)
             if node.parent.parent is None or path.kind >= Kind.FORK:
                 self._forget(path)
             else:
@@ -105,14 +111,8 @@ class ByValue(Eviction):
         self._paths[path] = self._paths.pop(path)
 
     def _latest_below(self, node: Node) -> Path | None:
-        found, waiting = None, list(node.children.values())
-        while waiting:
-            below = waiting.pop()
-            waiting.extend(below.children.values())
-            for path in self._ending.get(below, ()):
-                if path.kind < Kind.FORK and (found is None or path.seen > found.seen):
-                    found = path
-        return found
+        own = (path for path in self._paths_below(node) if path.kind < Kind.FORK)
+        return max(own, key=lambda path: path.seen, default=None)
 
     def _add(self, path: Path) -> None:
         self._paths[path] = None
@@ -138,30 +138,47 @@ class ByValue(Eviction):
     # --- what goes ---------------------------------------------------------------------------------------
 
     def victim(self, states: Sequence[Node]) -> Node:
-        if self._worth is None:
-            self._worth = self._worths()
-        worth = self._worth
-        chosen = min(states, key=lambda node: worth.get(node, 0.0))
-        # The states above and below it are worth more without it.
-        self._worth = None
+        self._value_paths()
+        chosen = min(states, key=self.worth)
+        self._going = chosen
         return chosen
 
-    def _worths(self) -> dict[Node, float]:
-        """Seconds of prefill that each state's slot saves, a request and byte."""
-        indices = self._returns.indices((path.kind, self._clock - path.seen) for path in self._paths)
-        uses: dict[Node, float] = {}
-        stretch: dict[Node, tuple[int, int]] = {}
-        for path in self._paths:
-            rate = float(indices[path.kind, bin_of(self._clock - path.seen)])
-            states = self._states_on(path.end)
-            covered = 0.0
-            for place, (node, depth) in enumerate(states):
-                reached = 1.0 if path.kind >= Kind.FORK else self._departures.uses(depth, path.length)
-                uses[node] = uses.get(node, 0.0) + rate * (reached - covered)
-                stretch[node] = states[place + 1][1] if place + 1 < len(states) else 0, depth
-                covered = reached
-        cost, size = self._around.cost, self._around.state_bytes
-        return {node: uses[node] * cost.between(*stretch[node]) / size for node in uses}
+    def worth(self, node: Node) -> float:
+        """Seconds of prefill that the state's slot saves, a request and byte."""
+        above, depth = self._stretch.get(node, (0, 0))
+        saved = self._around.cost.between(above, depth)
+        return self._uses.get(node, 0.0) * saved / self._around.state_bytes
+
+    def _value_paths(self) -> None:
+        """Bring what paths expect of states up to date: of all of them when a request came in between, else
+        of those that the last victim lay on."""
+        if self._stale:
+            self._rates = self._returns.indices((path.kind, self._clock - path.seen) for path in self._paths)
+            self._uses, self._stretch, self._expected = {}, {}, {}
+            changed: Iterable[Path] = self._paths
+        else:
+            changed = self._moved
+            if self._going is not None and not self._around.holds(self._going):
+                changed = {*changed, *self._paths_below(self._going)}
+                self._uses.pop(self._going, None)
+        for path in changed:
+            for node, uses in self._expected.pop(path, ()):
+                if node in self._uses:
+                    self._uses[node] -= uses
+            if path in self._paths:
+                self._expected[path] = self._expect(path)
+        self._stale, self._going, self._moved = False, None, set()
+
+    def _expect(self, path: Path) -> list[tuple[Node, float]]:
+        rate = float(self._rates[path.kind, bin_of(self._clock - path.seen)])
+        states, covered, found = self._states_on(path.end), 0.0, []
+        for place, (node, depth) in enumerate(states):
+            reached = 1.0 if path.kind >= Kind.FORK else self._departures.uses(depth, path.length)
+            uses, covered = rate * (reached - covered), reached
+            found.append((node, uses))
+            self._uses[node] = self._uses.get(node, 0.0) + uses
+            self._stretch[node] = states[place + 1][1] if place + 1 < len(states) else 0, depth
+        return found
 
     def _states_on(self, end: Node) -> list[tuple[Node, int]]:
         """(node, depth) of the states on the way to a path's end, the deepest first."""
@@ -171,3 +188,11 @@ class ByValue(Eviction):
                 found.append((node, depth))
             depth -= len(node.key)
         return found
+
+    def _paths_below(self, node: Node) -> Iterator[Path]:
+        """Paths that end at the node or behind it."""
+        waiting = [node]
+        while waiting:
+            below = waiting.pop()
+            waiting.extend(below.children.values())
+            yield from self._ending.get(below, ())

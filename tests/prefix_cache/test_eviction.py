@@ -144,6 +144,35 @@ def test_a_leaf_that_was_dropped_leaves_its_path_to_the_parent() -> None:
     assert not policy._paths
 
 
+def test_each_eviction_leaves_the_worths_that_counting_from_the_start_gives() -> None:
+    """A random tree, evicted state by state: neighbours are brought up to date, not everything."""
+    import random
+
+    from sglang_k3.prefix_cache.eviction_value import ByValue
+
+    draw = random.Random(3)
+    policy, root = ByValue(AROUND), Node(None, 0)
+    nodes = [root]
+    for _ in range(60):
+        above = draw.choice(nodes)
+        made = Node(above, draw.randrange(16, 300), held=draw.random() < 0.8)
+        nodes.append(made)
+        turn(policy, above if above is not root else None, eviction.depth_of(above), made)
+    states = [node for node in nodes if node.held and node is not root]
+    for _ in range(30):
+        going = policy.victim(states)
+        states.remove(going)
+        going.held = False
+        if not going.children:
+            policy.dropped(going)
+            going.parent.children = {k: v for k, v in going.parent.children.items() if v is not going}
+        policy._value_paths()
+        worths = {node: policy.worth(node) for node in states}
+        policy._stale = True
+        policy._value_paths()
+        assert worths == pytest.approx({node: policy.worth(node) for node in states})
+
+
 def test_marconi_weighs_recency_against_what_is_saved() -> None:
     root = Node(None, 0)
     old, new = Node(root, 900), Node(root, 60)
