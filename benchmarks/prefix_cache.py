@@ -41,7 +41,7 @@ SLOTS_EACH = 3
 POOLS = (6, 12, 24, 48)
 DEFAULT_POOL = 24
 PAGE, CHUNK = 16, 512
-ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
+ALPHAS = (0.5, 1.0, 2.0, 4.0)
 OURS, SGLANG, STOCK = "value", "lru", "SGLang"
 POLICIES: tuple[tuple[str, dict[str, float]], ...] = (
     (OURS, {}),
