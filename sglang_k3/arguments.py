@@ -79,8 +79,6 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     if view.radix_cache_backend is None:
         declare_resolution(server_args, "sglang-k3", radix_cache_backend=backend.NAME)
-        if not view._radix_eviction_policy_explicitly_set and view.radix_eviction_policy == "lru":
-            declare_resolution(server_args, "sglang-k3", radix_eviction_policy=eviction.DEFAULT)
     if view.enable_deterministic_inference and str(config.dtype) != "torch.float32":
         raise ValueError(
             f"--enable-deterministic-inference is exact in float32 only, not in {config.dtype}: "

@@ -60,7 +60,7 @@ class KDAStateComponent(MambaComponent):
         self,
         cache: Any,
         params: CacheInitParams,
-        policy: str = eviction.DEFAULT,
+        policy: str = "lru",
         config: dict[str, Any] | None = None,
         cost: eviction.PrefillCost = eviction.UNMEASURED,
     ) -> None:

@@ -1,8 +1,7 @@
 """Which cached KDA state gives its slot to another: one interface, chosen by `--radix-eviction-policy`.
 
-`value` (the default for Kimi models), `marconi` and `path-lru` are ours. With SGLang's own names (`lru`,
-`lfu`, ...) states go in SGLang's order: the one whose own use is longest ago; the name then orders KV, as in
-SGLang.
+`value`, `marconi` and `path-lru` are ours. With SGLang's own names (`lru`, its default, `lfu`, ...) states go
+in SGLang's order: the one whose own use is longest ago; the name then orders KV, as in SGLang.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT = "value"
 OURS = ("value", "marconi", "path-lru")
 
 Node = Any

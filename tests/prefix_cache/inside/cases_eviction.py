@@ -36,7 +36,7 @@ def depths(loop, states) -> list[int]:
     return sorted(found)
 
 
-def test_eviction_by_value_is_the_default(states) -> None:
+def test_eviction_by_value_measures_what_prefill_costs(states) -> None:
     assert isinstance(states.eviction, ByValue)
     cost = states.surroundings.cost
     assert cost.per_token > 0 and cost.per_pair >= 0
