@@ -13,15 +13,20 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup serve demo doctor lint test verify clean
+NPU_VENV := .venv-npu
+NPU_BIN := $(NPU_VENV)/bin
+NPU_STAMP := $(NPU_VENV)/.installed
+
+.PHONY: help setup serve demo doctor lint test test-npu verify clean
 
 help:
 	@echo "make serve    serve examples/tiny-k3, a small trained Kimi K3, on this CPU (PORT, ARGS)"
 	@echo "make demo     start that server with its draft, complete code, chat, measure it, stop it"
 	@echo "make doctor   say whether the installation is sound"
 	@echo "make test     format, lint and type checks, then every test"
+	@echo "make test-npu the Ascend backend on an emulated NPU, in an environment of its own (.venv-npu, 2 GB)"
 	@echo "make verify   make test, then the full matrices (hours)"
-	@echo "make clean    remove .venv and .cache"
+	@echo "make clean    remove .venv, .venv-npu and .cache"
 
 setup: $(STAMP)
 
@@ -56,8 +61,27 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/benchmarks
 	$(BIN)/python -m pytest tests/benchmarks
 
+# torch_npu loads CANN, which a stand-in built by gcc takes the place of; pip must not import it meanwhile.
+$(NPU_STAMP): tests/npu/requirements.txt requirements-npu.txt
+	$(PYTHON) -m venv $(NPU_VENV)
+	$(NPU_BIN)/python -m pip download --quiet --no-deps --dest $(NPU_VENV)/wheels torch==2.13.0+cpu || { \
+		echo "The NPU tier stops: no CPU build of torch 2.13.0 is to be had here, only a CUDA build at most," \
+			"and torch_npu aborts beside one. Point pip at an index or folder with torch-2.13.0+cpu."; exit 1; }
+	$(NPU_BIN)/python -m pip install --no-deps --find-links $(NPU_VENV)/wheels --requirement tests/npu/requirements.txt
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m pip install --no-deps --editable .
+	rm -rf $(NPU_VENV)/wheels
+	@touch $@
+
+# A process a file: SGLang keeps one configuration a process.
+test-npu: $(NPU_STAMP)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m tests.npu.cann.build $(NPU_VENV)/cann
+	for file in tests/npu/cases_*.py; do \
+		LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann TASK_QUEUE_ENABLE=0 \
+		$(NPU_BIN)/python -m pytest -o python_files='cases_*.py' $$file || exit 1; \
+	done
+
 verify: test
 	$(BIN)/python -m pytest -m verify
 
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) $(NPU_VENV) .cache

@@ -24,6 +24,11 @@ def _architecture(server_args: Any) -> str:
     return (model_config_of(server_args).hf_config.architectures or [""])[0]
 
 
+def serves(server_args: Any) -> bool:
+    """Whether the model is one of ours."""
+    return _architecture(server_args) in ARCHITECTURES
+
+
 def refuse_without_plugin(server_args: Any) -> None:
     """Raises ValueError for a Kimi model when SGLANG_PLUGINS leaves our general plugin out."""
     architecture = _architecture(server_args)
@@ -63,7 +68,9 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     previous(server_args)
     view = resolving_view(server_args)
-    if view.enable_hierarchical_cache:
+    npu = view.device == "npu"
+    where = "an NPU" if npu else "the CPU platform"
+    if view.enable_hierarchical_cache and not npu:
         raise ValueError(
             "--enable-hierarchical-cache cannot work on the CPU platform: host and device memory are one. "
             "Leave it out."
@@ -77,6 +84,10 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
                 f"--radix-cache-backend {backend.NAME} keeps the states of Kimi models only: leave it out"
             )
         return
+    if npu:
+        from sglang_k3.platforms.npu import refuse as refuse_on_npu
+
+        refuse_on_npu(view, config)
     if view.radix_cache_backend is None:
         declare_resolution(server_args, "sglang-k3", radix_cache_backend=backend.NAME)
     if view.enable_deterministic_inference and str(config.dtype) != "torch.float32":
@@ -102,15 +113,16 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         ("enable_lmcache", (False,), "it would take the place of the cache that keeps KDA states"),
         ("enable_flexkv", (False,), "it would take the place of the cache that keeps KDA states"),
         ("enable_unified_cache_external_linker", (False,), "it moves no replay records"),
-        ("enable_two_batch_overlap", (False,), "a CPU has no second stream to overlap with"),
-        ("cpu_offload_gb", (0,), "host and device memory are one"),
+        ("enable_hierarchical_cache", (False,), "KDA states have no copy on the host in this release"),
+        ("enable_two_batch_overlap", (False,), "the KDA backend takes whole batches"),
+        ("cpu_offload_gb", (0,), "weights stay on the device"),
         ("kv_cache_dtype", ("auto",), "the latent cache is kept in the model's dtype"),
         ("mamba_ssm_dtype", (None, "float32", "bfloat16"), "a state is float32, or bfloat16 if asked"),
     ):
         value = getattr(view, flag)
         if value not in allowed:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {value} cannot work with Kimi models on the CPU platform: {why}."
+                f"--{flag.replace('_', '-')} {value} cannot work with Kimi models on {where}: {why}."
             )
     if view.speculative_algorithm is not None:
         _check_speculation(server_args, view)
@@ -125,8 +137,8 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
         )
     if str(config.dtype) == "torch.float16":
         raise ValueError(
-            "Kimi models run in float32 or bfloat16 on a CPU, not in float16 (which --dtype auto takes for a "
-            "float32 checkpoint): add --dtype float32."
+            f"Kimi models run in float32 or bfloat16 on {where}, not in float16 (which --dtype auto takes "
+            "for a float32 checkpoint): add --dtype float32."
         )
 
 

@@ -23,7 +23,10 @@ def guard(output: Any) -> Any:
     if logits is not None and logits.is_floating_point():
         # NaN is not smaller than anything. -Inf stands for a forbidden token.
         output.broken_rows = ~(logits <= torch.finfo(logits.dtype).max).all(-1)
-        if output.broken_rows.any():
+        if logits.device.type != "cpu":
+            # A look would make the host wait for the whole forward.
+            logits.masked_fill_(output.broken_rows.unsqueeze(1), 0.0)
+        elif output.broken_rows.any():
             logits[output.broken_rows] = 0.0
     return output
 
@@ -36,21 +39,44 @@ def mark_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest:
     """
     result = original(scheduler, batch, *rest, **named)
     rows = getattr(getattr(result, "logits_output", None), "broken_rows", None)
-    if rows is not None and batch.reqs and bool(rows.any()):
-        rows = rows.view(len(batch.reqs), -1)
-        if rows.shape[1] > 1:
-            # Drafts behind the accepted ones leave nothing in the state.
-            rows = rows & (torch.arange(rows.shape[1]) < result.accept_lens.unsqueeze(1))
-        broken = rows.any(1).tolist()
-        result.broken_requests = [req for req, bad in zip(batch.reqs, broken, strict=True) if bad]
-        for req in result.broken_requests:
-            req.is_broken = req.skip_radix_cache_insert = True
+    if rows is None or not batch.reqs:
+        return result
+    if rows.device.type != "cpu" and batch.forward_mode.is_decode():
+        result.broken_note = _Note(rows.view(len(batch.reqs), -1).any(1), list(batch.reqs))
+    elif bool(rows.any()):
+        _mark(result, batch.reqs, rows.view(len(batch.reqs), -1).any(1).tolist())
     return result
+
+
+def _mark(result: Any, reqs: list[Any], broken: list[bool]) -> None:
+    result.broken_requests = [req for req, bad in zip(reqs, broken, strict=True) if bad]
+    for req in result.broken_requests:
+        req.is_broken = req.skip_radix_cache_insert = True
+
+
+class _Note:
+    """A decode step's finding on its way from the device; read where the step's results are waited for
+    anyway, which is before anything of a finished request is cached."""
+
+    def __init__(self, broken: torch.Tensor, reqs: list[Any]) -> None:
+        self.reqs = reqs
+        self.device = broken  # stays alive until it is copied
+        self.host = torch.empty(len(reqs), dtype=torch.bool, pin_memory=True)
+        self.host.copy_(broken, non_blocking=True)
+        self.copied = torch.get_device_module(broken.device).Event()
+        self.copied.record()
+
+    def read(self) -> list[bool]:
+        self.copied.synchronize()
+        return self.host.tolist()
 
 
 def end_broken(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
     """AROUND hook on the processing of a pass' results: what broke in it ends with it, unless the pass
     before it was the request's last already."""
+    note = getattr(result, "broken_note", None)
+    if note is not None:
+        _mark(result, note.reqs, note.read())
     for req in getattr(result, "broken_requests", ()):
         if not req.finished():
             _end(req)

@@ -92,7 +92,7 @@ def _platform() -> tuple[bool, str]:
 
         # A lazy object: asking for the device resolves it.
         selected = f"{type(current_platform).__name__} ({current_platform.device_type})"
-        ours = upstream.on_our_platform()
+        ours = upstream.served_device() is not None
     except Exception as error:
         return False, f"SGLang could not select a platform: {type(error).__name__}: {error}"
     return ours, f"{selected}: {_why_platform()}"
@@ -105,7 +105,9 @@ def _why_platform() -> str:
         if value := os.environ.get(variable):
             return f"{variable}={value} is set"
     if platforms.activate() is None:
-        return "an accelerator is present, and this release serves on the CPU only"
+        if upstream.served_device() == "npu":
+            return "an NPU is present: SGLang's platform stays, and our classes serve Kimi models on it"
+        return "a GPU is present, and this release serves on CPUs and Ascend NPUs"
     return "neither an NPU nor a GPU is present"
 
 
@@ -122,7 +124,11 @@ def _registrations() -> Iterator[tuple[str, bool, str]]:
     for line in lost:
         yield "plugin", False, line
     if not lost:
-        yield "plugin", True, f"{len(upstream.HOOKS)} hooks and {len(upstream.CHANGES)} changes are in force"
+        yield (
+            "plugin",
+            True,
+            f"{len(upstream.hooks())} hooks and {len(upstream.changes())} changes are in force",
+        )
 
 
 def _kernels(report: Report) -> None:
@@ -147,11 +153,13 @@ def _kernels(report: Report) -> None:
 
 
 def _calls() -> dict[str, Any]:
-    """The three ways a CPU server is run."""
+    """The three ways a CPU server is run; or on an NPU the two of its own."""
     import torch
 
     from sglang_k3.kernels.registry import Call
 
+    if upstream.served_device() == "npu":
+        return {"fp32": Call("npu", torch.float32), "bf16": Call("npu", torch.bfloat16)}
     return {
         "fp32 exact": Call("cpu", torch.float32, exact=True),
         "fp32 fast": Call("cpu", torch.float32),

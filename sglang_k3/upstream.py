@@ -47,6 +47,7 @@ class Hook:
     around: Callable[..., Any]
     why: str
     until: str
+    devices: tuple[str, ...] = ("cpu", "npu")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Change:
     holds: Callable[[], bool]
     why: str
     until: str
+    devices: tuple[str, ...] = ("cpu", "npu")
 
 
 def _attribute(path: str) -> Any:
@@ -86,9 +88,30 @@ def _model_class(original, model_config):
 
 def _attention_backend(original, runner, full_attn_backend):
     verify()
-    from sglang_k3.attention_backends.hybrid import wrap
+    if served_device() == "npu":
+        from sglang_k3.attention_backends.ascend import wrap
+    else:
+        from sglang_k3.attention_backends.hybrid import wrap
 
     return wrap(original, runner, full_attn_backend)
+
+
+def _create_worker(original, algorithm, server_args):
+    from sglang_k3.arguments import serves
+
+    if not (algorithm.is_dspark() and serves(server_args)):
+        return original(algorithm, server_args)
+    from sglang_k3.speculative.dspark_worker import K3DSparkWorker
+
+    return K3DSparkWorker
+
+
+def _quantization_config(original, quantization):
+    if quantization != "compressed-tensors":
+        return original(quantization)
+    from sglang_k3.moe.quantization import CompressedTensorsOrMxfp4
+
+    return CompressedTensorsOrMxfp4
 
 
 def _batch_invariant_mode(original, *args, **kwargs):
@@ -234,6 +257,7 @@ HOOKS = (
         _batch_invariant_mode,
         why="it replaces torch's CPU matmul by Triton kernels, which no CPU can launch",
         until="a platform can declare its own batch-invariant operators",
+        devices=("cpu",),
     ),
     Hook(
         "sglang.srt.utils.numa_utils.init_threads_binding",
@@ -241,6 +265,7 @@ HOOKS = (
         why="it asks for one NUMA node a rank, which no small machine has, and leaves the threads unbound "
         "without SGLang's own CPU kernels",
         until="a platform can bind its ranks",
+        devices=("cpu",),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
@@ -293,6 +318,7 @@ HOOKS = (
         _sampling_noise,
         why="seeded sampling on a CPU asks for SGLang's own kernel build, and its lack ends the scheduler",
         until="it asks whether that build is there, and has a form without it",
+        devices=("cpu",),
     ),
     Hook(
         "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
@@ -346,12 +372,14 @@ HOOKS = (
         _allow_dspark,
         why="it refuses DSPARK on every device but CUDA, NPU and XPU, without asking the platform",
         until="it asks supports_speculative_algorithm",
+        devices=("cpu",),
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         _assign_token_slots,
         why="it launches a Triton kernel wherever SGLang's own CPU kernels are not installed",
         until="a platform can supply it, as it can supply the speculative cache locations",
+        devices=("cpu",),
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.get_last_loc",
@@ -359,6 +387,22 @@ HOOKS = (
         why="it takes the Triton kernel for every backend but two, by name, although a torch form stands "
         "beside it",
         until="it asks the platform whether Triton runs, as its neighbours do",
+        devices=("cpu",),
+    ),
+    Hook(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        _create_worker,
+        why="SGLang asks out-of-tree platforms alone for a worker, and its own on NPU keeps a whole state "
+        "for each drafted token",
+        until="the worker of an algorithm can be registered by model",
+        devices=("npu",),
+    ),
+    Hook(
+        "sglang.srt.layers.quantization.get_quantization_config",
+        _quantization_config,
+        why="SGLang asks out-of-tree platforms alone, and its compressed-tensors config refuses float32",
+        until="a plugin can supply the config of a format",
+        devices=("npu",),
     ),
 )
 
@@ -427,11 +471,23 @@ def _attention_backend_registered() -> bool:
     return NAME in _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
 
 
+def _backend_rule() -> tuple[str, Callable[..., None]]:
+    """The step of SGLang's arguments that sets backends on this device, and our rule around it."""
+    if served_device() == "npu":
+        from sglang_k3.platforms import npu
+
+        return "handle_npu_backends", npu.choose_backend
+    from sglang_k3 import arguments
+
+    return "handle_cpu_backends", arguments.choose_backend
+
+
 def _register_argument_rules() -> None:
     from sglang_k3 import arguments
 
     hook = _attribute("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook")
-    hook("handle_cpu_backends")(arguments.choose_backend)
+    step, rule = _backend_rule()
+    hook(step)(rule)
     hook("handle_other_validations")(arguments.refuse)
 
 
@@ -439,9 +495,29 @@ def _argument_rules_registered() -> bool:
     from sglang_k3 import arguments
 
     hooks = _attribute("sglang.srt.arg_groups.resolution_hooks._HOOKS")
-    return arguments.choose_backend in hooks.get("handle_cpu_backends", ()) and arguments.refuse in hooks.get(
-        "handle_other_validations", ()
-    )
+    step, rule = _backend_rule()
+    return rule in hooks.get(step, ()) and arguments.refuse in hooks.get("handle_other_validations", ())
+
+
+_ascend: dict[str, Any] = {}
+"""SGLang's own factory of the name, and ours."""
+
+
+def _wrap_ascend_backend() -> None:
+    backends = _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+    stock = backends["ascend"]
+
+    def create(runner):
+        from sglang_k3.attention_backends import ascend
+
+        return ascend.create(stock, runner)
+
+    _ascend["ours"] = backends["ascend"] = create
+
+
+def _ascend_backend_wrapped() -> bool:
+    backends = _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+    return "ours" in _ascend and backends["ascend"] is _ascend["ours"]
 
 
 def _register_prefix_cache() -> None:
@@ -495,6 +571,15 @@ CHANGES = (
         _attention_backend_registered,
         why="SGLang's public registry and argument choices",
         until="stays",
+        devices=("cpu",),
+    ),
+    Change(
+        "attention backend ascend",
+        _wrap_ascend_backend,
+        _ascend_backend_wrapped,
+        why="SGLang sets this name on NPU for every model; ours answers to it for Kimi models",
+        until="stays",
+        devices=("npu",),
     ),
     Change(
         "argument rules",
@@ -516,6 +601,7 @@ CHANGES = (
         _pin_memory_replaced,
         why="schedule_batch.py pins the track mask without asking the platform; torch refuses on a CPU",
         until="prepare_for_decode asks is_pin_memory_available",
+        devices=("cpu",),
     ),
 )
 
@@ -538,28 +624,40 @@ def check_version() -> None:
         )
 
 
-def on_our_platform() -> bool:
-    """Whether this process runs on our CPU platform. Elsewhere SGLang stays as it is."""
+def served_device() -> str | None:
+    """ "cpu" on our CPU platform, "npu" on SGLang's NPU platform. Elsewhere SGLang stays as it is."""
     from sglang.srt.platforms import current_platform
 
     from sglang_k3.platforms.cpu import K3CpuPlatform
 
-    return isinstance(current_platform, K3CpuPlatform)
+    if isinstance(current_platform, K3CpuPlatform):
+        return "cpu"
+    return "npu" if current_platform.device_type == "npu" else None
+
+
+def hooks() -> list[Hook]:
+    """Those of the device that this process runs on."""
+    return [hook for hook in HOOKS if served_device() in hook.devices]
+
+
+def changes() -> list[Change]:
+    """Those of the device that this process runs on."""
+    return [change for change in CHANGES if served_device() in change.devices]
 
 
 def register() -> None:
     """Apply every change and hand every hook to SGLang's registry. Raises UpstreamError."""
-    if not on_our_platform():
+    if served_device() is None:
         logger.warning(
-            "sglang-k3 registers nothing: this release serves Kimi K3 on the CPU platform only, and SGLang "
-            "selected another one here."
+            "sglang-k3 registers nothing: this release serves Kimi K3 on CPUs and Ascend NPUs, and SGLang "
+            "selected another platform here."
         )
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for change in CHANGES:
+    for change in changes():
         change.apply()
-    for hook in HOOKS:
+    for hook in hooks():
         _originals[hook.target] = _attribute(hook.target)
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
 
@@ -572,8 +670,8 @@ def left_out() -> bool:
 
 def failures() -> list[str]:
     """One line for each change or hook that is not in force; empty when all took."""
-    lost = [f"change {change.name!r} is not in force" for change in CHANGES if not change.holds()]
-    for hook in HOOKS:
+    lost = [f"change {change.name!r} is not in force" for change in changes() if not change.holds()]
+    for hook in hooks():
         if hook.target not in _originals:
             lost.append(f"hook on {hook.target} was never registered")
         elif _attribute(hook.target) is _originals[hook.target]:

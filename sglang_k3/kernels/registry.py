@@ -38,6 +38,22 @@ _MODULES = tuple(
         "block_attention",
     )
     for file in ("reference", "cpu")
+) + tuple(
+    f"sglang_k3.kernels.{path}"
+    for path in (
+        "linear.ascend",
+        "rms_norm.ascend",
+        "short_conv.ascend",
+        "kda.ascend",
+        "kda.ascend_chunk",
+        "gated_rms_norm.ascend",
+        "attention_residual.ascend",
+        "activation.ascend",
+        "output_gate.ascend",
+        "mla.ascend",
+        "moe.ascend",
+        "block_attention.ascend",
+    )
 )
 
 

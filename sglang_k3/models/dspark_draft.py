@@ -158,8 +158,8 @@ class DSparkDraftModel(nn.Module):
         context = self.hidden_norm(self.fc(target_hidden.to(self.activation_dtype))[0])
         for index, layer in enumerate(cast(Iterable[DraftLayer], self.layers)):
             k, v = layer.keys_values(context, positions, self.rotary)
-            pool.k_buffer[index][slots] = k.to(pool.k_buffer[index].dtype)
-            pool.v_buffer[index][slots] = v.to(pool.v_buffer[index].dtype)
+            keys, values = _rows(pool, index)
+            keys[slots], values[slots] = k.to(keys.dtype), v.to(values.dtype)
 
     @torch.no_grad()
     def draft(
@@ -179,14 +179,15 @@ class DSparkDraftModel(nn.Module):
         assert self.embed_tokens is not None, "share() the target's embedding first"
         draft = self.draft_config
         requests = anchors.shape[0]
-        ids = torch.full((requests, draft.gamma), draft.mask_token, dtype=torch.int64)
+        device = anchors.device
+        ids = torch.full((requests, draft.gamma), draft.mask_token, dtype=torch.int64, device=device)
         ids[:, 0] = anchors
-        positions = (context_lens.unsqueeze(1) + torch.arange(draft.gamma)).flatten()
+        positions = (context_lens.unsqueeze(1) + torch.arange(draft.gamma, device=device)).flatten()
         # Rows behind the last position are never accepted (the request ends there); any position will do.
         positions = positions.clamp(max=draft.max_positions - 1)
         x = self.embed_tokens(ids.flatten()).to(self.activation_dtype)
         for index, layer in enumerate(self.layers):
-            cache = pool.k_buffer[index], pool.v_buffer[index]
+            cache = _rows(pool, index)
             x = layer(x, positions, self.rotary, requests, cache, token_table, request_rows, context_lens)
         return self.norm(x).view(requests, draft.gamma, -1)
 
@@ -224,6 +225,13 @@ class DSparkDraftModel(nn.Module):
         if places:
             some = ", ".join(sorted(places)[:5])
             raise ConfigError(f"the draft checkpoint lacks {len(places)} tensors: {some}")
+
+
+def _rows(pool: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's keys and values by token slot, [P, G, D]; an NPU's pool has an axis of pages before it."""
+    return tuple(
+        buffer[layer].view(-1, *buffer[layer].shape[-2:]) for buffer in (pool.k_buffer, pool.v_buffer)
+    )  # type: ignore[return-value]
 
 
 # The target's modules, which `share` hangs into this one.

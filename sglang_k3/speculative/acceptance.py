@@ -52,7 +52,7 @@ def accept_by_rejection(
     target.
     """
     drafted = candidates[:, 1:].unsqueeze(2)
-    uniform = torch.rand(drafted.shape[:2], generator=generator, dtype=target.dtype)
+    uniform = torch.rand(drafted.shape[:2], generator=generator, dtype=target.dtype, device=target.device)
     likely = target[:, :-1].gather(2, drafted).squeeze(2)
     keeps = uniform * draft.gather(2, drafted).squeeze(2) < likely
     accepted = keeps.long().cumprod(1).sum(1)

@@ -69,7 +69,7 @@ class K3DSparkWorker(BaseSpecWorker):
             nccl_port=nccl_port,
             target_model_config=self.model_runner.model_config,
             algo_label="DSPARK",
-            attention_backend_override=NAME,
+            attention_backend_override=NAME if torch.device(target_worker.device).type == "cpu" else "ascend",
             random_seed=target_worker.random_seed,
         )
         self._draft_worker = bundle.draft_worker
@@ -87,7 +87,7 @@ class K3DSparkWorker(BaseSpecWorker):
         self._offsets = build_block_pos_offsets(length=self.rows, device=self.device)
         self._generator = torch.Generator(self.device)
         self._generator.manual_seed(target_worker.random_seed ^ _DRAFT_NOISE)
-        self._limits = RunLimits()
+        self._limits = RunLimits(self.device)
         self._planner = RowPlanner(self.rows, target.text, self.device)
         self._penalties = RowPenalties(target.text.vocab_size, self.device)
         logger.info(
@@ -237,12 +237,15 @@ class K3DSparkWorker(BaseSpecWorker):
         proposal = self._propose(batch, anchors, step.drafting)
         rows = step.drafted(proposal)
         candidates = torch.cat([anchors.unsqueeze(1), proposal.tokens], 1)[:, : rows.width]
-        window = self._window(batch, draft_input, rows.width)
+        window = self._window(batch, rows.width)
         output, can_run_graph = self._verify(batch, candidates, window, rows)
         logits = output.next_token_logits
         self._adjust(batch, logits, candidates, grammar_barrier)
         accepted = self._accept(batch, logits, candidates, proposal, window).limited(rows.counts)
         accepted = accepted.limited(self._limits.of(batch.reqs, depths, accepted.tokens))
+        # Drafts behind the accepted ones leave nothing in the state.
+        counted = self._offsets[: rows.width] < accepted.counts.unsqueeze(1)
+        output.broken_rows &= counted.flatten()
         self._penalties.accept(batch.reqs, accepted.counts, accepted.anchors)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, accepted.tokens.reshape(-1), chain_stride=rows.width)
@@ -265,9 +268,8 @@ class K3DSparkWorker(BaseSpecWorker):
             new_seq_lens=new_seq_lens,
         )
 
-    def _window(self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2, width: int) -> VerifyWindow:
+    def _window(self, batch: ScheduleBatch, width: int) -> VerifyWindow:
         """Positions and cache slots of the rows behind each request's committed tokens."""
-        lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
         return alloc_verify_window(
             batch=batch,
             bs=len(batch.seq_lens),
@@ -275,7 +277,7 @@ class K3DSparkWorker(BaseSpecWorker):
             verify_num_draft_tokens=width,
             block_pos_offsets=self._offsets[:width],
             model_runner=self.model_runner,
-            seq_lens_cpu=lens,
+            seq_lens_cpu=self._host_lens(batch),
         )
 
     def _propose(
@@ -290,9 +292,25 @@ class K3DSparkWorker(BaseSpecWorker):
             asked = tuple(each[drafting] for each in asked)
             temperatures = None if temperatures is None else temperatures[drafting]
         tokens, lens, request_rows = asked
-        table = self._request_pool.req_to_token
+        table = self._table(batch)
         proposal = self._proposer.propose(tokens, lens, table, request_rows, temperatures)
         return proposal if drafting is None else proposal.spread(drafting)
+
+    def _table(self, batch: ScheduleBatch) -> torch.Tensor:
+        """Where requests' tokens lie; on a device no wider than the longest of them, as far as the host
+        knows, because operators there bound their work by it."""
+        table = self._request_pool.req_to_token
+        if table.device.type == "cpu":
+            return table
+        lens = self._host_lens(batch)
+        return table[:, : int(lens.max())] if len(lens) else table[:, :0]
+
+    def _host_lens(self, batch: ScheduleBatch) -> torch.Tensor:
+        """[N] at least the committed tokens of each request, without asking the device."""
+        if batch.seq_lens_cpu is not None:
+            return batch.seq_lens_cpu
+        assert isinstance(batch.spec_info, DFlashDraftInputV2)
+        return batch.spec_info.nxt_kv_lens_cpu
 
     def _draft_temperatures(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """[N, 1], 0 for greedy requests; None when drafts are to be the likeliest tokens throughout."""
@@ -312,7 +330,7 @@ class K3DSparkWorker(BaseSpecWorker):
             positions=rows.pack(window.positions_2d),
             draft_token_num=rows.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            live_seq_lens_cpu=batch.seq_lens_cpu,
+            live_seq_lens_cpu=self._host_lens(batch),
             # SGLang plans for as many rows of each request; otherwise it makes a plan of the slots alone.
             kv_loc_plan=window.kv_loc_plan if layout is None else None,
             ragged_verify_layout=layout,

@@ -31,7 +31,7 @@ class RecordingStatePool(MambaPool):
         from sglang.srt.runtime_context import get_exec
 
         params = pool["cache_params"]
-        self.records = ReplayRecords(
+        self.records = _records_class(pool["device"])(
             fields_of(params),
             layers=len(pool["mamba_layer_ids"]),
             requests=spec_state_size,
@@ -63,6 +63,15 @@ class RecordingStatePool(MambaPool):
     def clear_slots(self, indices: torch.Tensor) -> None:
         self.records.forget_slots(indices)
         super().clear_slots(indices)
+
+
+def _records_class(device: str) -> type[ReplayRecords]:
+    """Records whose checks look at once, or on a device that nobody may wait for, later."""
+    if torch.device(device).type == "cpu":
+        return ReplayRecords
+    from sglang_k3.attention_backends.ascend_records import DeviceRecords
+
+    return DeviceRecords
 
 
 def records_of(req_pool: Any) -> ReplayRecords | None:

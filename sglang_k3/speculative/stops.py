@@ -31,7 +31,8 @@ class RunLimits:
     for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._of: tuple[tuple[str, int], ...] = ()
         self._stops = torch.empty(0, 0, dtype=torch.int64)
         self._last_depth = torch.empty(0, dtype=torch.int64)
@@ -51,10 +52,11 @@ class RunLimits:
         sets = [sorted(stop_tokens(req)) for req in reqs]
         width = max(map(len, sets), default=0)
         self._stops = torch.tensor(
-            [ids + [_NO_TOKEN] * (width - len(ids)) for ids in sets], dtype=torch.int64
+            [ids + [_NO_TOKEN] * (width - len(ids)) for ids in sets], dtype=torch.int64, device=self._device
         ).view(len(reqs), width)
         # The last token of a text is never an input, so the state ends one token before it.
         self._last_depth = torch.tensor(
             [len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1 for req in reqs],
             dtype=torch.int64,
+            device=self._device,
         )

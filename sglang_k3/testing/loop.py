@@ -29,7 +29,7 @@ class Loop:
     flags: launch_server's, model and all.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, device: str = "cpu") -> None:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
@@ -37,7 +37,7 @@ class Loop:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
-        server_args = prepare_server_args(["--device", "cpu", "--log-level", "error", *flags])
+        server_args = prepare_server_args(["--device", device, "--log-level", "error", *flags])
         server_args.resolve_once()
         ports = PortArgs.init_new(server_args)
         rank = one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)

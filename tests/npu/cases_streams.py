@@ -1,0 +1,99 @@
+"""Tier (e): streams that run as late as they legally may. Tokens must not change, and a wait that is left out
+must be noticed.
+
+Not proven here: the order of memory inside a stream, collectives, graphs, or that torch_npu's own allocator
+orders what a real device needs ordered.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.npu import workload
+from tests.npu.streams import Deadlock
+from tests.npu.workload import FLAGS, SPECULATION
+
+SEEDS = range(10)
+NEW_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def loop(emulator, model: str):
+    from sglang_k3.testing.loop import Loop
+
+    return Loop("--model-path", model, *FLAGS, *SPECULATION, device="npu")
+
+
+@pytest.fixture(scope="module")
+def asked(model: str) -> list[list[int]]:
+    return [ids[:40] for ids in workload.prompts(model)[:6:5]]
+
+
+def run(loop, asked: list[list[int]], name: str) -> list[list[int]]:
+    requests = [loop.admit(f"{name}-{n}", ids, NEW_TOKENS) for n, ids in enumerate(asked)]
+    loop.finish(*requests)
+    return workload.tokens(requests)
+
+
+@pytest.fixture(scope="module")
+def at_once(loop, asked) -> list[list[int]]:
+    return run(loop, asked, "at-once")
+
+
+def test_a_missing_wait_between_two_streams_is_a_race(emulator):
+    side = torch.npu.Stream()
+    for waits, races in ((True, 0), (False, 1)):
+        with emulator.held_back(0) as streams:
+            x = torch.zeros(4, device="npu")
+            with torch.npu.stream(side):
+                if waits:
+                    side.wait_stream(torch.npu.default_stream())
+                y = x + 1
+            torch.npu.current_stream().wait_stream(side)
+            got = (y * 2).cpu()
+        assert len(streams.races) == races
+        if waits:
+            assert got.tolist() == [2.0] * 4
+
+
+def test_work_runs_when_it_is_waited_for_and_not_before(emulator):
+    with emulator.held_back(0):
+        x = torch.ones(3, device="npu")
+        pinned = torch.zeros(3, pin_memory=True)
+        pinned.copy_(x, non_blocking=True)
+        done = torch.npu.Event()
+        done.record()
+        assert not done.query() and pinned.tolist() == [0.0] * 3
+        done.synchronize()
+        assert done.query() and pinned.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_do_not_depend_on_the_order_of_streams(loop, emulator, asked, at_once, seed):
+    with emulator.held_back(seed) as streams:
+        got = run(loop, asked, f"seed-{seed}")
+    assert got == at_once
+    assert streams.races == []
+
+
+def test_every_wait_between_streams_is_needed(loop, emulator, asked, at_once, capsys):
+    """Each line of code that makes one stream wait for another is left out once."""
+    with emulator.held_back(0) as streams:
+        run(loop, asked[:1], "count")
+    lines = list(dict.fromkeys(streams.waits))
+    assert lines
+    noticed: dict[str, str] = {}
+    for number, line in enumerate(lines):
+        try:
+            with emulator.held_back(0, drop=streams.waits.index(line)) as without:
+                got = run(loop, asked[:1], f"drop-{number}")
+        except (Deadlock, RuntimeError) as error:
+            noticed[line] = type(error).__name__
+            continue
+        if without.races or got != at_once[:1]:
+            noticed[line] = "race" if without.races else "tokens"
+    with capsys.disabled():
+        for line in lines:
+            print(f"\nleft out: {line}: {noticed.get(line, 'NOT NOTICED')}", end="")
+    assert set(noticed) == set(lines)
