@@ -69,7 +69,7 @@ def refuse(view: Any, config: Any) -> None:
         )
     if view.speculative_algorithm is not None and chosen().anchored:
         raise ValueError(
-            "SGLANG_K3_RECORDS=anchored looks at values on the host, which an NPU's steps do without: unset it"
+            "SGLANG_K3_RECORDS=anchored looks at values on the host, which no step on an NPU may: unset it"
         )
     if view.speculative_algorithm is not None and read_ragged_verify_mode() is RaggedVerifyMode.COMPACT:
         raise ValueError(

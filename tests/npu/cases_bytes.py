@@ -53,7 +53,16 @@ def count(emulator, accepted: int) -> dict[str, int]:
         )
         drafted = dict(log.stored)
         kda.commit(
-            state[None], slots, slots, rows, *(b[None] for b in ring), zero, counts, none, none, tracking=False
+            state[None],
+            slots,
+            slots,
+            rows,
+            *(b[None] for b in ring),
+            zero,
+            counts,
+            none,
+            none,
+            tracking=False,
         )
         conv.commit(
             window[None], slots, rows, banks["x"][None], counts, window[None], none, none, tracking=False

@@ -71,6 +71,12 @@ def test_row_budgets_are_refused(emulator, monkeypatch):
         _refuse({"speculative_algorithm": "DSPARK"}, {})
 
 
+def test_anchored_records_are_refused(emulator, monkeypatch):
+    monkeypatch.setenv("SGLANG_K3_RECORDS", "anchored")
+    with pytest.raises(ValueError, match="SGLANG_K3_RECORDS=anchored"):
+        _refuse({"speculative_algorithm": "DSPARK"}, {})
+
+
 def _refuse(change: dict, quantization: dict) -> None:
     from types import SimpleNamespace
 

@@ -130,9 +130,7 @@ def commit(
     request = torch.arange(len(slots), device=rows.device).unsqueeze(1)
     places_after = [(window_pools, torch.where(some, slots, -1), counts.clamp(min=0))]
     if tracking:
-        places_after.append(
-            (track_pools, torch.where(tracks, track_slots, -1), track_offsets.clamp(min=0))
-        )
+        places_after.append((track_pools, torch.where(tracks, track_slots, -1), track_offsets.clamp(min=0)))
     for pools, targets, offsets in places_after:
         wanted, at = present(targets)
         window = rows[:, request, offsets.unsqueeze(1) + step]
