@@ -45,7 +45,8 @@ def test_sound_installation_passes_and_shows_every_choice():
     assert choices["linear", "fp32 fast"]["implementation"] == "few_rows_or_fp32"
     assert choices["linear", "fp32 exact"]["implementation"] == "row_dots"
     assert choices["linear", "fp32 exact"]["refusals"] == [
-        f"{name}: its rows are not batch-invariant (exact mode)" for name in ("few_rows_or_fp32", "torch")
+        *(f"{name}: its rows are not batch-invariant (exact mode)" for name in ("few_rows_or_fp32", "torch")),
+        "npu torch: runs on npu, not on cpu",
     ]
 
 
