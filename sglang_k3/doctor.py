@@ -158,7 +158,7 @@ def _calls() -> dict[str, Any]:
 
     from sglang_k3.kernels.registry import Call
 
-    if upstream.served_device() == "npu":
+    if _installed("sglang") is not None and upstream.served_device() == "npu":
         return {"fp32": Call("npu", torch.float32), "bf16": Call("npu", torch.bfloat16)}
     return {
         "fp32 exact": Call("cpu", torch.float32, exact=True),
