@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,9 @@ def test_our_classes_serve_and_no_state_has_a_draft_dimension(loop):
     from sglang_k3.speculative.dspark_worker import K3DSparkWorker
 
     assert isinstance(loop.worker, K3DSparkWorker)
-    assert isinstance(loop.worker.attn_backend, AscendHybridBackend)
-    pool = loop.worker.model_runner.req_to_token_pool.mamba_pool
+    worker: Any = loop.worker
+    assert isinstance(worker.attn_backend, AscendHybridBackend)
+    pool = worker.model_runner.req_to_token_pool.mamba_pool
     assert isinstance(pool.records, DeviceRecords) and pool.records.u.device.type == "npu"
     assert pool.mamba_cache.temporal.dim() == 5 and pool.mamba_cache.conv[0].shape[2] == 3
     assert "plain" in pool.records.form.name

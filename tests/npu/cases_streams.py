@@ -7,6 +7,8 @@ orders what a real device needs ordered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from tests.npu.streams import Deadlock
 from tests.npu.workload import FLAGS, SPECULATION
 
 SEEDS = range(10)
+
+npu: Any = torch.get_device_module("npu")
 NEW_TOKENS = 5
 
 
@@ -42,15 +46,15 @@ def at_once(loop, asked) -> list[list[int]]:
 
 
 def test_a_missing_wait_between_two_streams_is_a_race(emulator):
-    side = torch.npu.Stream()
+    side = npu.Stream()
     for waits, races in ((True, 0), (False, 1)):
         with emulator.held_back(0) as streams:
             x = torch.zeros(4, device="npu")
-            with torch.npu.stream(side):
+            with npu.stream(side):
                 if waits:
-                    side.wait_stream(torch.npu.default_stream())
+                    side.wait_stream(npu.default_stream())
                 y = x + 1
-            torch.npu.current_stream().wait_stream(side)
+            npu.current_stream().wait_stream(side)
             got = (y * 2).cpu()
         assert len(streams.races) == races
         if waits:
@@ -62,7 +66,7 @@ def test_work_runs_when_it_is_waited_for_and_not_before(emulator):
         x = torch.ones(3, device="npu")
         pinned = torch.zeros(3, pin_memory=True)
         pinned.copy_(x, non_blocking=True)
-        done = torch.npu.Event()
+        done = npu.Event()
         done.record()
         assert not done.query() and pinned.tolist() == [0.0] * 3
         done.synchronize()

@@ -61,11 +61,11 @@ def install() -> None:
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info
 
-    vars(allocator)["alloc_extend_kernel"] = _Launch(alloc_extend)
-    vars(allocation)["assign_req_to_token_pool"] = _Launch(assign_slots)
+    setattr(allocator, "alloc_extend_kernel", _Launch(alloc_extend))  # noqa: B010
+    setattr(allocation, "assign_req_to_token_pool", _Launch(assign_slots))  # noqa: B010
     # SGLang's own forms without a kernel, for the slot table and the positions of a prefill.
     for module in (allocation, forward_batch_info):
-        vars(module)["support_triton"] = lambda backend: False
+        setattr(module, "support_triton", lambda backend: False)  # noqa: B010
     library = torch.library.Library("npu", "FRAGMENT")
     library.define(
         "cache_loc_update(Tensor rows, Tensor table, Tensor starts, Tensor ends, Tensor(a!) out) -> ()"

@@ -431,7 +431,7 @@ class Address:
         return Address(
             storage.data_ptr(),
             storage.nbytes(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tuple(tensor.shape),
             tuple(tensor.stride()),
             tensor.dtype,
