@@ -25,7 +25,7 @@ help:
 	@echo "make doctor   say whether the installation is sound"
 	@echo "make test     format, lint and type checks, then every test"
 	@echo "make test-npu the Ascend backend on an emulated NPU, in an environment of its own (.venv-npu, 2 GB)"
-	@echo "make verify   make test, then the full matrices (hours)"
+	@echo "make verify   make test and test-npu, then the full matrices (hours)"
 	@echo "make clean    remove .venv, .venv-npu and .cache"
 
 setup: $(STAMP)
@@ -80,7 +80,7 @@ test-npu: $(NPU_STAMP)
 		$(NPU_BIN)/python -m pytest -o python_files='cases_*.py' $$file || exit 1; \
 	done
 
-verify: test
+verify: test test-npu
 	$(BIN)/python -m pytest -m verify
 
 clean:
