@@ -161,7 +161,7 @@ class Emulator:
             self.log = None
 
     @contextmanager
-    def held_back(self, seed: int, drop: int | None = None) -> Iterator[Streams]:
+    def held_back(self, seed: int, drop: str | None = None) -> Iterator[Streams]:
         """Queue operators inside, by the order that `seed` chooses; everything is done at the end. drop: see
         `Streams`."""
         self.streams = streams = Streams(seed, drop)
