@@ -36,7 +36,7 @@ def plan(original, batch, interval: int, most_drafts: int) -> None:
             spare = _spare(req.kv)
             needed = req.kv.mamba_ping_pong_empty[spare]
             if needed and mamba_lazy_spec_in_window(req, interval, most_drafts):
-                slot = states.take_slot(req.last_node)
+                slot = states.take_slot()
                 if slot is not None:
                     pool.set_mamba_ping_pong_slot(req, spare, slot)
     original(batch, interval, most_drafts)

@@ -150,8 +150,9 @@ class KDAStateComponent(MambaComponent):
                 node, kv = getattr(req, "prefix_end", (None, 0))
                 self.eviction.started(req, None if node is None else self._tree._node_arena.get(node), kv)
 
-    def take_slot(self, keep: int) -> torch.Tensor | None:
-        """A slot, [] int64, for which a cached state may go, but not node `keep`'s; None if none can."""
+    def take_slot(self, keep: int | None = None) -> torch.Tensor | None:
+        """A slot, [] int64, for which a cached state may go that nobody holds, but not node `keep`'s; None if
+        none can."""
         allocator = self.pool.mamba_allocator
         slots = allocator.alloc(1)
         if slots is None:
@@ -171,11 +172,15 @@ class KDAStateComponent(MambaComponent):
                 return True
         return False
 
-    def _make_room(self, count: int, keep: int) -> None:
+    def _make_room(self, count: int, keep: int | None) -> None:
         """Evict cached states until so many slots are free, or none is left that may go."""
         missing = count - self.pool.mamba_allocator.schedulable_available_size()
+        evict = EvictParams(num_tokens=0, mamba_num=max(0, missing))
+        if keep is None:
+            self.cache.evict_for_alloc(evict)
+            return
         lock = self.cache.inc_lock_ref(keep)
-        self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=max(0, missing)))
+        self.cache.evict_for_alloc(evict)
         self.cache.dec_lock_ref(keep, lock.to_dec_params())
 
     def _must_wait(self, req: Any) -> bool:
