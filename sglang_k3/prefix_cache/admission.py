@@ -7,7 +7,7 @@ scheduler. Here a request is admitted with its slots in hand, or waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from sglang_k3.prefix_cache.checkpoints import fork_of
@@ -54,7 +54,11 @@ def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, 
     tracking = req.kv.mamba_ping_pong_track_buffer is None
     verdict = AddReqResult.NO_TOKEN
     if states.reserve(req):
-        with _chunk_ends_at_fork(adder, req, named.get("has_chunked_req", True)):
+        # Under SGLang's order the states of many forks push out those of turns that come back.
+        forks = nullcontext()
+        if states.eviction is not None:
+            forks = _chunk_ends_at_fork(adder, req, named.get("has_chunked_req", True))
+        with forks:
             verdict = original(adder, req, *rest, **named)
         if req in adder.can_run_list:
             states.admitted(req)

@@ -18,7 +18,7 @@ FULL = {
     "speculating": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1"},
     "speculating, plain records": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1", VARIABLE: "plain"},
     "speculating, a ring of records": {"K3_STRATEGY": "extra_buffer", "K3_DRAFT": "1", VARIABLE: "ring"},
-    "SGLang's eviction": {"K3_STRATEGY": "extra_buffer", "K3_EVICTION": "lru"},
+    "eviction by value": {"K3_STRATEGY": "extra_buffer", "K3_EVICTION": "value"},
     "lazy": {"K3_STRATEGY": "lazy"},
     "lazy, speculating": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1"},
     "anchored records": {"K3_STRATEGY": "lazy", "K3_DRAFT": "1", VARIABLE: "anchored"},
@@ -34,14 +34,16 @@ FULL = {
 
 
 # What says how deep a hit is holds for pages of 16, whole chunks, and pools with room for a prompt's states.
-# What a policy of ours decides.
-BY_VALUE = "not by_value"
 OTHERWISE = "fuzz or alone or fail_once or longer_than"
 OTHER = ("mixed", "page 64", "one request", "one state a path")
 
 
 def test_cases_inside_the_scheduler() -> None:
     run_cases(INSIDE, {"K3_STRATEGY": "extra_buffer"})
+
+
+def test_eviction_by_value() -> None:
+    run_cases(INSIDE, FULL["eviction by value"], names="cases_eviction or fork or alone")
 
 
 @pytest.mark.parametrize("strategy", ["events", "joint events"])
@@ -52,5 +54,4 @@ def test_state_events_of_the_scheduler(strategy: str) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("name", FULL)
 def test_all_cases_of_each_strategy(name: str) -> None:
-    names = OTHERWISE if name in OTHER else BY_VALUE if "K3_EVICTION" in FULL[name] else ""
-    run_cases(INSIDE, FULL[name], "verify or not verify", names)
+    run_cases(INSIDE, FULL[name], "verify or not verify", OTHERWISE if name in OTHER else "")

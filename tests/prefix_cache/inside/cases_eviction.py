@@ -9,6 +9,9 @@ import pytest
 from sglang_k3.prefix_cache import eviction
 from sglang_k3.prefix_cache.eviction_value import ByValue
 
+BY_VALUE = pytest.mark.skipif(
+    os.environ.get("K3_EVICTION") != "value", reason="the policy is chosen at the server's start"
+)
 PAGE = 1 if os.environ.get("K3_STRATEGY") == "no_buffer" else 16
 BUFFERED = pytest.mark.skipif(
     os.environ.get("K3_STRATEGY") != "extra_buffer" or "K3_DRAFT" in os.environ or "K3_GRID" in os.environ,
@@ -36,6 +39,7 @@ def depths(loop, states) -> list[int]:
     return sorted(found)
 
 
+@BY_VALUE
 def test_eviction_by_value_measures_what_prefill_costs(states) -> None:
     assert isinstance(states.eviction, ByValue)
     cost = states.surroundings.cost
@@ -43,6 +47,7 @@ def test_eviction_by_value_measures_what_prefill_costs(states) -> None:
     assert states.surroundings.state_bytes == 3 * 4 * (4 * 64 * 64 + 3 * 3 * 4 * 64)
 
 
+@BY_VALUE
 @BUFFERED
 def test_a_fork_and_the_prompts_own_end_are_both_kept(loop, told, prompt, states):
     shared = prompt(100, seed=1)

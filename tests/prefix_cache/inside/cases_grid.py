@@ -27,8 +27,9 @@ class Paper:
         opening, last, end = (max(0, len(ids) - behind) // PAGE * PAGE for behind in (33, 1, 0))
         depth = next((depth for depth in (opening, last, end) if depth > hit), hit)
         if max(hit + 1, 64) <= kv < depth:
-            self.keys.add(tuple(ids[:kv]))  # the fork, in a chunk of its own
-            depth = next((depth for depth in (opening, last, end) if depth > kv), kv)
+            own = next((depth for depth in (opening, last, end) if depth > kv), kv)
+            self.keys.add(tuple(ids[:kv]))  # the fork; by our policies in a chunk of its own
+            depth = own if os.environ.get("K3_EVICTION") == "value" else kv
         if depth > hit:
             self.keys.add(tuple(ids[:depth]))
         return hit

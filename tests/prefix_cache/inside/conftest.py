@@ -51,7 +51,7 @@ def loop() -> Loop:
         *("--enable-deterministic-inference", "--max-running-requests", "2"),
         *("--max-mamba-cache-size", "12", "--max-total-tokens", "2048"),
         *("--chunked-prefill-size", "256"),
-        *("--radix-eviction-policy", os.environ.get("K3_EVICTION", "value")),
+        *("--radix-eviction-policy", os.environ.get("K3_EVICTION", "lru")),
         *FLAGS[os.environ["K3_STRATEGY"]],
     )
     return Loop(*flags, *(draft_flags(EXAMPLES / "tiny-k3-dspark") if "K3_DRAFT" in os.environ else ()))
