@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_k3.attention_backends import NAME
 from sglang_k3.prefix_cache import backend, eviction
-from sglang_k3.upstream import ARCHITECTURES, PLUGIN
+from sglang_k3.upstream import ARCHITECTURES, PLUGIN, architecture_of
 
 _LAZY = "extra_buffer_lazy"
 
@@ -21,7 +21,7 @@ _TRACK_INTERVAL = 256
 def _architecture(server_args: Any) -> str:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    return (model_config_of(server_args).hf_config.architectures or [""])[0]
+    return architecture_of(model_config_of(server_args))
 
 
 def serves(server_args: Any) -> bool:
@@ -31,11 +31,10 @@ def serves(server_args: Any) -> bool:
 
 def refuse_without_plugin(server_args: Any) -> None:
     """Raises ValueError for a Kimi model when SGLANG_PLUGINS leaves our general plugin out."""
-    architecture = _architecture(server_args)
-    if architecture in ARCHITECTURES:
+    if serves(server_args):
         raise ValueError(
-            f"{architecture} on a CPU needs the plugin {PLUGIN}, which SGLANG_PLUGINS leaves out: "
-            f"add {PLUGIN} to it, or unset it"
+            f"{_architecture(server_args)} on a CPU needs the plugin {PLUGIN}, which SGLANG_PLUGINS leaves "
+            f"out: add {PLUGIN} to it, or unset it"
         )
 
 
@@ -44,7 +43,7 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
-    ours = _architecture(server_args) in ARCHITECTURES
+    ours = serves(server_args)
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         value = getattr(view, flag)
         option = "--" + flag.replace("_", "-")
@@ -76,9 +75,10 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "Leave it out."
         )
     config = model_config_of(server_args)
-    _check_eviction(view, _architecture(server_args) in ARCHITECTURES)
-    _check_events(view, _architecture(server_args) in ARCHITECTURES)
-    if _architecture(server_args) not in ARCHITECTURES:
+    ours = serves(server_args)
+    _check_eviction(view, ours)
+    _check_events(view, ours)
+    if not ours:
         if view.radix_cache_backend == backend.NAME:
             raise ValueError(
                 f"--radix-cache-backend {backend.NAME} keeps the states of Kimi models only: leave it out"
@@ -267,7 +267,7 @@ def allow_dspark(original: Callable[[Any], None], server_args: Any) -> None:
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    if _architecture(server_args) not in ARCHITECTURES:
+    if not serves(server_args):
         raise ValueError(
             f"DSPARK on the CPU platform verifies Kimi models only, not {_architecture(server_args)}: leave "
             "--speculative-algorithm out"

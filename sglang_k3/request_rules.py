@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_k3.upstream import ARCHITECTURES
+from sglang_k3.upstream import is_kimi
 
 _MEDIA = ("image", "video", "audio")
 
@@ -11,7 +11,7 @@ def check_request(original, manager, obj, input_ids) -> None:
     """AROUND hook on the tokenizer manager's own validation. Raises ValueError (HTTP 400)."""
     original(manager, obj, input_ids)
     config = manager.model_config
-    if (config.hf_config.architectures or [""])[0] not in ARCHITECTURES:
+    if not is_kimi(config):
         return
     for kind in _MEDIA:
         if getattr(obj, f"{kind}_data", None):

@@ -35,6 +35,16 @@ DRAFT_ARCHITECTURES = {"DSparkDraftModel": "sglang_k3.models.dspark_draft"}
 TEXT_ONLY_K3 = "KimiK3LinearForCausalLM"
 
 
+def architecture_of(model_config: Any) -> str:
+    """Of SGLang's model config; "" for a checkpoint that names none."""
+    return (model_config.hf_config.architectures or [""])[0]
+
+
+def is_kimi(model_config: Any) -> bool:
+    """Whether our classes answer for the model of SGLang's model config."""
+    return architecture_of(model_config) in ARCHITECTURES
+
+
 class UpstreamError(RuntimeError):
     """SGLang is not the version we hook, or a hook did not take. The message says which and what to do."""
 

@@ -190,9 +190,8 @@ def wrap(original, runner: Any, full_attn_backend: Any) -> Any:
 
 def create(original, runner: Any) -> Any:
     """What the name `ascend` builds: our backend for Kimi models and their drafts, SGLang's for the rest."""
-    from sglang_k3.upstream import ARCHITECTURES, DRAFT_ARCHITECTURES
+    from sglang_k3.upstream import ARCHITECTURES, DRAFT_ARCHITECTURES, architecture_of
 
-    architecture = (runner.model_config.hf_config.architectures or [""])[0]
-    if architecture in ARCHITECTURES | DRAFT_ARCHITECTURES:
+    if architecture_of(runner.model_config) in ARCHITECTURES | DRAFT_ARCHITECTURES:
         return AscendMLABackend(runner)
     return original(runner)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_k3.upstream import is_kimi
+
 logger = logging.getLogger(__name__)
 
 
@@ -17,10 +19,8 @@ def update_from_disk(
     SGLang then reads the weights again, but from the folder that it has just been told of; what did not fit
     does not fit a second time, and ends the scheduler.
     """
-    from sglang_k3.upstream import ARCHITECTURES
-
     before = updater.model_config.model_path
-    if (updater.model_config.hf_config.architectures or [""])[0] not in ARCHITECTURES:
+    if not is_kimi(updater.model_config):
         return original(updater, model_path, *rest, **named)
     try:
         return original(updater, model_path, *rest, **named)

@@ -7,7 +7,7 @@ scheduler. Here a request is admitted with its slots in hand, or waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from sglang_k3.prefix_cache.checkpoints import fork_of
@@ -23,18 +23,15 @@ def states_of(cache: Any) -> KDAStateComponent | None:
 
 
 @contextmanager
-def _chunk_ends_at_fork(adder: Any, req: Any, has_chunked_req: bool) -> Iterator[None]:
+def _chunk_ends_at_fork(adder: Any, req: Any, whole: bool) -> Iterator[None]:
     """A chunk keeps one state. Ending the first one where the prompt parts from what is cached keeps that
-    and, with the rest of the prompt, the prompt's own. SGLang follows one request in chunks at a time."""
+    and, with the rest of the prompt, the prompt's own. SGLang follows one request in chunks at a time.
+
+    whole: the chunk stays as it is."""
     left = adder.rem_chunk_tokens
     tokens = fork_of(req, adder.page_size) - req.prefix_len
     most = len(req.full_untruncated_fill_ids) - req.prefix_len
-    if (
-        has_chunked_req
-        or adder.new_chunked_req is not None
-        or left is None
-        or not 0 < tokens < min(left, most)
-    ):
+    if whole or adder.new_chunked_req is not None or left is None or not 0 < tokens < min(left, most):
         yield
         return
     adder.rem_chunk_tokens = tokens
@@ -55,10 +52,8 @@ def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, 
     verdict = AddReqResult.NO_TOKEN
     if states.reserve(req):
         # Under SGLang's order the states of many forks push out those of turns that come back.
-        forks = nullcontext()
-        if states.eviction is not None:
-            forks = _chunk_ends_at_fork(adder, req, named.get("has_chunked_req", True))
-        with forks:
+        whole = states.eviction is None or named.get("has_chunked_req", True)
+        with _chunk_ends_at_fork(adder, req, whole):
             verdict = original(adder, req, *rest, **named)
         if req in adder.can_run_list:
             states.admitted(req)

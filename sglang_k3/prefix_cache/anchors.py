@@ -78,12 +78,12 @@ def crossed(original, processor, req, batch, i: int, at_boundary: bool, depth: i
 
 def holds_prompt_slot(kv: Any) -> bool:
     """Whether the slot that takes a prompt's checkpoint is still the request's."""
-    return not kv.mamba_ping_pong_empty[1 - _spare(kv)]
+    return not kv.mamba_ping_pong_empty[kv.mamba_next_track_idx]
 
 
 def take_prompt_slot(pool: Any, req: Any) -> torch.Tensor:
     """That slot [1], no longer the request's."""
-    position = 1 - _spare(req.kv)
+    position = req.kv.mamba_next_track_idx
     slot = req.kv.mamba_ping_pong_track_buffer[position].unsqueeze(0).clone()
     pool.set_mamba_ping_pong_slot(req, position, -1)
     return slot

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_k3.prefix_cache import anchors
+from sglang_k3.upstream import is_kimi
 
 ANSWER_OPENING = 32
 """Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""
@@ -25,7 +26,7 @@ def prefill_checkpoint(original, batch, req) -> Any:
     SGLang asks for goes first. The entry names the depth itself (`BatchMetadata` reads it), not SGLang's code
     for a multiple of its kernel's chunk.
     """
-    if not _is_ours(batch):
+    if not is_kimi(batch.model_config):
         return original(batch, req)
     depth = _depth(req, batch.tree_cache.page_size)
     entry = original(batch, req)
@@ -47,19 +48,13 @@ def decode_checkpoint(original, batch, track_positions=None) -> None:
     the earlier depth. What must not be written is known at that time, so the other buffer is taken.
     """
     pool = batch.req_to_token_pool
-    if track_positions is None and _is_ours(batch) and _pairs(batch, pool):
+    if track_positions is None and is_kimi(batch.model_config) and _pairs(batch, pool):
         track_positions = [
             0 if last is None else pool.get_mamba_ping_pong_other_idx(last)
             for last in (req.kv.mamba_last_track_idx for req in batch.reqs)
         ]
     original(batch, track_positions)
     anchors.only_spares(batch)
-
-
-def _is_ours(batch: Any) -> bool:
-    from sglang_k3.upstream import ARCHITECTURES
-
-    return (batch.model_config.hf_config.architectures or [""])[0] in ARCHITECTURES
 
 
 def _pairs(batch: Any, pool: Any) -> bool:
