@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_k3.architectures import ARCHITECTURES, architecture_of
 from sglang_k3.attention_backends import NAME
 from sglang_k3.prefix_cache import backend, eviction
-from sglang_k3.upstream import ARCHITECTURES, PLUGIN, architecture_of
+from sglang_k3.registration import PLUGIN
 
 _LAZY = "extra_buffer_lazy"
 

@@ -14,7 +14,8 @@ from importlib import metadata
 from typing import Any
 
 import sglang_k3
-from sglang_k3 import upstream
+from sglang_k3 import registration, upstream
+from sglang_k3.platforms.served import served_device
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _versions() -> Iterator[tuple[str, bool, str]]:
         version = _installed(name)
         yield name, version is not None, version or "not installed: pip install 'sglang-k3[cpu]'"
     try:
-        upstream.check_version()
+        registration.check_version()
         yield "sglang", True, f"{upstream.VALIDATED_SGLANG}, the validated version"
     except upstream.UpstreamError as error:
         yield "sglang", False, str(error)
@@ -92,7 +93,7 @@ def _platform() -> tuple[bool, str]:
 
         # A lazy object: asking for the device resolves it.
         selected = f"{type(current_platform).__name__} ({current_platform.device_type})"
-        ours = upstream.served_device() is not None
+        ours = served_device() is not None
     except Exception as error:
         return False, f"SGLang could not select a platform: {type(error).__name__}: {error}"
     return ours, f"{selected}: {_why_platform()}"
@@ -105,7 +106,7 @@ def _why_platform() -> str:
         if value := os.environ.get(variable):
             return f"{variable}={value} is set"
     if platforms.activate() is None:
-        if upstream.served_device() == "npu":
+        if served_device() == "npu":
             return "an NPU is present: SGLang's platform stays, and our classes serve Kimi models on it"
         return "a GPU is present, and this release serves on CPUs and Ascend NPUs"
     return "neither an NPU nor a GPU is present"
@@ -117,7 +118,7 @@ def _registrations() -> Iterator[tuple[str, bool, str]]:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        lost = upstream.failures()
+        lost = registration.failures()
     except (Exception, SystemExit) as error:
         yield "plugin", False, f"{type(error).__name__}: {error}"
         return
@@ -127,7 +128,7 @@ def _registrations() -> Iterator[tuple[str, bool, str]]:
         yield (
             "plugin",
             True,
-            f"{len(upstream.hooks())} hooks and {len(upstream.changes())} changes are in force",
+            f"{len(registration.hooks())} hooks and {len(registration.changes())} changes are in force",
         )
 
 
@@ -158,7 +159,7 @@ def _calls() -> dict[str, Any]:
 
     from sglang_k3.kernels.registry import Call
 
-    if _installed("sglang") is not None and upstream.served_device() == "npu":
+    if _installed("sglang") is not None and served_device() == "npu":
         return {"fp32": Call("npu", torch.float32), "bf16": Call("npu", torch.bfloat16)}
     return {
         "fp32 exact": Call("cpu", torch.float32, exact=True),

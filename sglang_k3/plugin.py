@@ -13,10 +13,10 @@ import traceback
 def register() -> None:
     """Entry point of group `sglang.srt.plugins`. Raises SystemExit on any failure."""
     try:
-        from sglang_k3 import upstream
+        from sglang_k3 import registration
 
-        upstream.check_version()
-        upstream.register()
+        registration.check_version()
+        registration.register()
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(

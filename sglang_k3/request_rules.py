@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_k3.upstream import is_kimi
+from sglang_k3.architectures import is_kimi
 
 _MEDIA = ("image", "video", "audio")
 

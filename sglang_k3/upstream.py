@@ -1,48 +1,25 @@
 """Each hook on SGLang: what it changes, why, and when it can go. Nothing else in this package patches SGLang.
 
 Two kinds: a `Hook` wraps a function through SGLang's HookRegistry, a `Change` edits a table SGLang reads.
-SGLang only logs a hook that fails, so `verify` looks whether each one took, and is called where it counts:
-when arguments are resolved (main process), and when the model class is looked up, the attention backend
-is built and the weights are in (each worker).
-
-This module imports the standard library alone; what a hook needs is imported when it runs.
+`registration` puts them in place and looks whether each one took. This module imports the standard library
+alone; what a hook needs is imported when it runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
+
+from sglang_k3.architectures import ARCHITECTURES, DRAFT_ARCHITECTURES, TEXT_ONLY_K3, architecture_of
+from sglang_k3.platforms.served import served_device
 
 logger = logging.getLogger(__name__)
 
 VALIDATED_SGLANG = "0.5.23"
-PLUGIN = "k3"  # our entry point's name in the group sglang.srt.plugins
-
-# Architecture names stay upstream's, so SGLang's own tables about them (MLA cache, radix cache, chat
-# encoding, parsers) keep working; our classes answer for them.
-ARCHITECTURES = {
-    "KimiK3ForConditionalGeneration": "sglang_k3.models.kimi_k3",
-    "KimiK3LinearForCausalLM": "sglang_k3.models.kimi_k3",
-    "KimiLinearForCausalLM": "sglang_k3.models.kimi_k3",
-}
-DRAFT_ARCHITECTURES = {"DSparkDraftModel": "sglang_k3.models.dspark_draft"}
-TEXT_ONLY_K3 = "KimiK3LinearForCausalLM"
-
-
-def architecture_of(model_config: Any) -> str:
-    """Of SGLang's model config; "" for a checkpoint that names none."""
-    return (model_config.hf_config.architectures or [""])[0]
-
-
-def is_kimi(model_config: Any) -> bool:
-    """Whether our classes answer for the model of SGLang's model config."""
-    return architecture_of(model_config) in ARCHITECTURES
 
 
 class UpstreamError(RuntimeError):
@@ -72,7 +49,7 @@ class Change:
     devices: tuple[str, ...] = ("cpu", "npu")
 
 
-def _attribute(path: str) -> Any:
+def attribute(path: str) -> Any:
     """The object at a dotted path; UpstreamError names a path that is gone."""
     try:
         return pkgutil.resolve_name(path)
@@ -86,9 +63,15 @@ def _attribute(path: str) -> Any:
 # --- hooks -------------------------------------------------------------------------------------------
 
 
-def _model_class(original, model_config):
+def _verify() -> None:
+    from sglang_k3.registration import verify
+
     verify()
-    architecture = (model_config.hf_config.architectures or [""])[0]
+
+
+def _model_class(original, model_config):
+    _verify()
+    architecture = architecture_of(model_config)
     modules = ARCHITECTURES | DRAFT_ARCHITECTURES
     if architecture not in modules:
         return original(model_config)
@@ -97,7 +80,7 @@ def _model_class(original, model_config):
 
 
 def _attention_backend(original, runner, full_attn_backend):
-    verify()
+    _verify()
     if served_device() == "npu":
         from sglang_k3.attention_backends.ascend import wrap
     else:
@@ -427,7 +410,7 @@ def _configs() -> dict[str, str]:
 def _register_configs() -> None:
     from sglang_k3.models import hf_config
 
-    registry = _attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
+    registry = attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
     for model_type, name in _configs().items():
         registry[model_type] = getattr(hf_config, name)
 
@@ -435,7 +418,7 @@ def _register_configs() -> None:
 def _configs_registered() -> bool:
     from sglang_k3.models import hf_config
 
-    registry = _attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
+    registry = attribute("sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY")
     return all(registry[kind] is getattr(hf_config, name) for kind, name in _configs().items())
 
 
@@ -445,7 +428,7 @@ _ARCHITECTURE_SETS = ("_MAMBA_RADIX_CACHE_ARCHS", "_MAMBA_EXTRA_BUFFER_ARCHS")
 def _add_text_only_k3() -> None:
     overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
     for name in _ARCHITECTURE_SETS:
-        present = _attribute(f"sglang.srt.arg_groups.overrides.{name}")
+        present = attribute(f"sglang.srt.arg_groups.overrides.{name}")
         setattr(overrides, name, frozenset({*present, TEXT_ONLY_K3}))
 
 
@@ -457,7 +440,7 @@ def _text_only_k3_added() -> bool:
 def _register_attention_backend() -> None:
     from sglang_k3.attention_backends import NAME
 
-    register = _attribute("sglang.srt.layers.attention.attention_registry.register_attention_backend")
+    register = attribute("sglang.srt.layers.attention.attention_registry.register_attention_backend")
 
     def create(runner):
         from sglang_k3.attention_backends.mla import K3MLABackend
@@ -471,14 +454,14 @@ def _register_attention_backend() -> None:
         "add_deterministic_attention_backend_choices",
         "add_radix_supported_deterministic_attention_backend_choices",
     ):
-        add = _attribute(f"{choices.__name__}.{adder}")
+        add = attribute(f"{choices.__name__}.{adder}")
         add([NAME])
 
 
 def _attention_backend_registered() -> bool:
     from sglang_k3.attention_backends import NAME
 
-    return NAME in _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+    return NAME in attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
 
 
 def _backend_rule() -> tuple[str, Callable[..., None]]:
@@ -495,7 +478,7 @@ def _backend_rule() -> tuple[str, Callable[..., None]]:
 def _register_argument_rules() -> None:
     from sglang_k3 import arguments
 
-    hook = _attribute("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook")
+    hook = attribute("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook")
     step, rule = _backend_rule()
     hook(step)(rule)
     hook("handle_other_validations")(arguments.refuse)
@@ -504,7 +487,7 @@ def _register_argument_rules() -> None:
 def _argument_rules_registered() -> bool:
     from sglang_k3 import arguments
 
-    hooks = _attribute("sglang.srt.arg_groups.resolution_hooks._HOOKS")
+    hooks = attribute("sglang.srt.arg_groups.resolution_hooks._HOOKS")
     step, rule = _backend_rule()
     return rule in hooks.get(step, ()) and arguments.refuse in hooks.get("handle_other_validations", ())
 
@@ -514,7 +497,7 @@ _ascend: dict[str, Any] = {}
 
 
 def _wrap_ascend_backend() -> None:
-    backends = _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+    backends = attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
     stock = backends["ascend"]
 
     def create(runner):
@@ -526,7 +509,7 @@ def _wrap_ascend_backend() -> None:
 
 
 def _ascend_backend_wrapped() -> bool:
-    backends = _attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
+    backends = attribute("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS")
     return "ours" in _ascend and backends["ascend"] is _ascend["ours"]
 
 
@@ -614,86 +597,3 @@ CHANGES = (
         devices=("cpu",),
     ),
 )
-
-
-# --- version gate, registration, self-check -----------------------------------------------------------
-
-_originals: dict[str, Any] = {}
-
-
-def check_version() -> None:
-    """Raises UpstreamError unless the validated SGLang is installed."""
-    try:
-        installed = metadata.version("sglang")
-    except metadata.PackageNotFoundError as error:
-        raise UpstreamError(f"SGLang is not installed: pip install sglang=={VALIDATED_SGLANG}") from error
-    if installed != VALIDATED_SGLANG:
-        raise UpstreamError(
-            f"SGLang {installed} is installed, but sglang-k3 is validated with {VALIDATED_SGLANG} only: "
-            f"pip install sglang=={VALIDATED_SGLANG}"
-        )
-
-
-def served_device() -> str | None:
-    """ "cpu" on our CPU platform, "npu" on SGLang's NPU platform. Elsewhere SGLang stays as it is."""
-    from sglang.srt.platforms import current_platform
-
-    from sglang_k3.platforms.cpu import K3CpuPlatform
-
-    if isinstance(current_platform, K3CpuPlatform):
-        return "cpu"
-    return "npu" if current_platform.device_type == "npu" else None
-
-
-def hooks() -> list[Hook]:
-    """Those of the device that this process runs on."""
-    return [hook for hook in HOOKS if served_device() in hook.devices]
-
-
-def changes() -> list[Change]:
-    """Those of the device that this process runs on."""
-    return [change for change in CHANGES if served_device() in change.devices]
-
-
-def register() -> None:
-    """Apply every change and hand every hook to SGLang's registry. Raises UpstreamError."""
-    if served_device() is None:
-        logger.warning(
-            "sglang-k3 registers nothing: this release serves Kimi K3 on CPUs and Ascend NPUs, and SGLang "
-            "selected another platform here."
-        )
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for change in changes():
-        change.apply()
-    for hook in hooks():
-        _originals[hook.target] = _attribute(hook.target)
-        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
-
-
-def left_out() -> bool:
-    """Whether the user's SGLANG_PLUGINS keeps our general plugin from being loaded."""
-    names = os.environ.get("SGLANG_PLUGINS")
-    return names is not None and PLUGIN not in {name.strip() for name in names.split(",")}
-
-
-def failures() -> list[str]:
-    """One line for each change or hook that is not in force; empty when all took."""
-    lost = [f"change {change.name!r} is not in force" for change in changes() if not change.holds()]
-    for hook in hooks():
-        if hook.target not in _originals:
-            lost.append(f"hook on {hook.target} was never registered")
-        elif _attribute(hook.target) is _originals[hook.target]:
-            lost.append(f"hook on {hook.target} did not take")
-    return lost
-
-
-def verify() -> None:
-    """Raises UpstreamError naming every hook or change that is not in force in this process."""
-    lost = failures()
-    if lost:
-        raise UpstreamError(
-            "sglang-k3 is not fully plugged in: " + "; ".join(lost) + ". Start the server with "
-            "`python -m sglang.launch_server` and see `sglang-k3 doctor`."
-        )

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from benchmarks.stages.features import NAMES, is_on, plain_operators
-from sglang_k3 import upstream
+from sglang_k3 import architectures
 from sglang_k3.kernels import registry
 
 VARIABLE = "K3_FEATURES"
@@ -43,7 +43,7 @@ def _apply(on: frozenset[str]) -> None:
     registry.choose = _choose_with(plain_operators(on))
     if not is_on(on, "model"):
         architecture = "KimiK3ForConditionalGeneration"
-        upstream.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"
+        architectures.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"
 
 
 if VARIABLE in os.environ:

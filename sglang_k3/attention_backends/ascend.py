@@ -190,7 +190,7 @@ def wrap(original, runner: Any, full_attn_backend: Any) -> Any:
 
 def create(original, runner: Any) -> Any:
     """What the name `ascend` builds: our backend for Kimi models and their drafts, SGLang's for the rest."""
-    from sglang_k3.upstream import ARCHITECTURES, DRAFT_ARCHITECTURES, architecture_of
+    from sglang_k3.architectures import ARCHITECTURES, DRAFT_ARCHITECTURES, architecture_of
 
     if architecture_of(runner.model_config) in ARCHITECTURES | DRAFT_ARCHITECTURES:
         return AscendMLABackend(runner)

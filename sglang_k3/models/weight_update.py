@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_k3.upstream import is_kimi
+from sglang_k3.architectures import is_kimi
 
 logger = logging.getLogger(__name__)
 

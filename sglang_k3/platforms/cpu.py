@@ -62,12 +62,12 @@ class K3CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args) -> None:
         """Runs in the main process, whether or not the general plugin was let in."""
-        from sglang_k3 import arguments, upstream
+        from sglang_k3 import arguments, registration
 
-        if upstream.left_out():
+        if registration.left_out():
             arguments.refuse_without_plugin(server_args)
         else:
-            upstream.verify()
+            registration.verify()
         if server_args.attention_backend == "intel_amx":
             # SGLang's default for a CPU; it needs a build of its kernels that no package index carries.
             server_args.attention_backend = "torch_native"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_k3.architectures import is_kimi
 from sglang_k3.prefix_cache import anchors
-from sglang_k3.upstream import is_kimi
 
 ANSWER_OPENING = 32
 """Tokens at most behind a chat prompt's last message: K3's thinking effort and the opened answer."""

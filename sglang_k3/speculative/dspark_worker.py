@@ -32,7 +32,7 @@ from sglang.srt.speculative.draft_worker_common import (
 from sglang.srt.speculative.dspark_components.dspark_planner import VerifyWindow, alloc_verify_window
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sglang_k3 import upstream
+from sglang_k3 import registration
 from sglang_k3.attention_backends import NAME
 from sglang_k3.attention_backends.hybrid import K3HybridBackend
 from sglang_k3.models.dspark_draft import DSparkDraftModel
@@ -58,7 +58,7 @@ class K3DSparkWorker(BaseSpecWorker):
         self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
     ) -> None:
         super().__init__()
-        upstream.verify()
+        registration.verify()
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.device = target_worker.device

@@ -10,7 +10,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from sglang_k3 import upstream
+from sglang_k3 import registration
+from sglang_k3.platforms.served import served_device
 
 
 def test_torch_is_the_cpu_build_that_torch_npu_wants():
@@ -21,15 +22,15 @@ def test_scheduler_imports_and_the_platform_is_sglangs_own(emulator):
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.platforms import current_platform
 
-    assert type(current_platform).__name__ == "NPUSRTPlatform" and upstream.served_device() == "npu"
+    assert type(current_platform).__name__ == "NPUSRTPlatform" and served_device() == "npu"
 
 
 def test_every_hook_of_the_npu_takes_and_none_of_the_cpu(emulator):
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    assert upstream.failures() == []
-    targets = {hook.target for hook in upstream.hooks()}
+    assert registration.failures() == []
+    targets = {hook.target for hook in registration.hooks()}
     assert "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker" in targets
     assert not any(target.endswith(("enable_batch_invariant_mode", "get_last_loc")) for target in targets)
 
