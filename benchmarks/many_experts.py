@@ -79,6 +79,12 @@ def widen(source: Path, target: Path, width: int, *, noise: float = ROUTER_NOISE
     }
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return expert_bytes(target)
+
+
+def expert_bytes(checkpoint: Path) -> int:
+    """Of all routed experts, as stored."""
+    tensors = load_file(checkpoint / "model.safetensors")
     return sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
 
 

@@ -1,10 +1,13 @@
 """Whether the verify budget is right to speculate: three servers under a load that swings.
 
-    python -m benchmarks.verify_budget [--out DIR] [--repeats 3]
+    python -m benchmarks.verify_budget [--model tiny | experts] [--out DIR] [--repeats 3]
 
-The trained tiny target without a draft, with one and every row verified, and with the budget
+A trained target without a draft, with one and every row verified, and with the budget
 (SGLANG_RAGGED_VERIFY_MODE=compact); 1 to 16 clients, of text that the draft knows and text that it
-does not. Each point is asked of all three in turn.
+does not. Each point is asked of all three in turn. Then no draft is right for a minute, and all are again.
+
+tiny is examples/tiny-k3, whose weights a cache holds; experts has 128 of them, larger than this machine's
+cache (benchmarks/many_experts.py), and the same draft.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from benchmarks.machine import describe
+from benchmarks import many_experts
+from benchmarks.machine import describe, l3_bytes
 from benchmarks.schema import Machine, save
 from benchmarks.stages.models import TINY, TINY_DRAFT
 from benchmarks.text import machine_line
@@ -42,6 +47,8 @@ NEW_TOKENS = 96
 REQUESTS = 4
 """Of each client at each point."""
 
+FORCED_CLIENTS, FORCED_SECONDS = 4, 60.0
+
 
 class Point(msgspec.Struct, forbid_unknown_fields=True):
     """Tokens a second by server, median of the repeats; accept_length: tokens a verify step and request, of
@@ -54,22 +61,52 @@ class Point(msgspec.Struct, forbid_unknown_fields=True):
     against_better: float
 
 
+class Forced(msgspec.Struct, forbid_unknown_fields=True):
+    """Clients whose drafts are all wrong for `seconds`, then as good as ever for the last part.
+
+    tokens_per_second: by server, while drafts are wrong. accept_length, paused: the budget's tokens a verify
+    step, and share of steps without a draft, of requests asked in the second half of that time. after: the
+    same two of requests asked behind it, and how long behind it the first one was answered whose drafts were
+    computed in more than half its steps.
+    """
+
+    clients: int
+    seconds: float
+    tokens_per_second: dict[str, float]
+    accept_length: float
+    paused: float
+    accept_length_after: float
+    paused_after: float
+    resumed_after_seconds: float | None
+
+
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """docs/benchmarks/verify_budget.json. whole: tokens a second over all points, each counted once."""
+    """docs/benchmarks/verify_budget-MODEL.json. whole: tokens a second over all points, each counted once.
+    expert_bytes: of all routed experts, as stored."""
 
     machine: Machine
+    model: str
+    expert_bytes: int
     repeats: int
     points: list[Point]
     whole: dict[str, float]
+    forced: Forced
 
 
-def _server(folder: Path, name: str) -> ServerProcess:
-    flags = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
+class Unforeseen(CustomLogitProcessor):
+    """Every token becomes the next one of the vocabulary, which a draft cannot know."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits.roll(1, -1)
+
+
+def _server(folder: Path, target: Path, name: str) -> ServerProcess:
+    flags = ("--model-path", str(target), "--device", "cpu", "--dtype", "bfloat16", "--page-size", "16")
     flags += ("--max-running-requests", "16", "--max-mamba-cache-size", "96", "--max-total-tokens", "32768")
+    flags += ("--disable-radix-cache", "--enable-custom-logit-processor")
     draft = () if name == "off" else draft_flags(TINY_DRAFT)
     env = {VARIABLE: "compact"} if name == "budget" else {}
-    log = folder / f"{name}.log"
-    return ServerProcess(*flags, "--disable-radix-cache", *draft, log=log, env=env)
+    return ServerProcess(*flags, *draft, log=folder / f"{name}.log", env=env)
 
 
 Prompt = tuple[list[int], dict[str, float]]
@@ -84,27 +121,34 @@ def _prompts(count: int, text: str, heads: list[list[int]]) -> list[Prompt]:
 
 
 class Answer(NamedTuple):
-    """One request: when it was asked and answered, in seconds; tokens; verify steps of a draft's server."""
+    """One request: when it was asked and answered, in seconds; tokens; verify steps of a draft's server, and
+    those among them that a budget left without a draft."""
 
     asked: float
     answered: float
     tokens: int
     steps: int
+    paused: int = 0
 
 
-def _ask(url: str, prompt: Prompt) -> Answer:
+def _ask(url: str, prompt: Prompt, *, unforeseen: bool = False) -> Answer:
     ids, sampling = prompt
     asked = time.perf_counter()
     options = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
-    meta = post(f"{url}/generate", {"input_ids": ids, "sampling_params": options})["meta_info"]
-    return Answer(asked, time.perf_counter(), meta["completion_tokens"], meta.get("spec_verify_ct") or 0)
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": options}
+    if unforeseen:
+        body["custom_logit_processor"] = Unforeseen.to_str()
+    meta = post(f"{url}/generate", body)["meta_info"]
+    paused = meta["verify_budget"][0]["paused_steps"] if meta.get("verify_budget") else 0
+    steps = meta.get("spec_verify_ct") or 0
+    return Answer(asked, time.perf_counter(), meta["completion_tokens"], steps, paused)
 
 
 def _load(url: str, clients: int, prompts: list[Prompt]) -> tuple[float, float]:
     """(tokens a second, tokens a verify step) while each client has a request under way."""
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda prompt: _ask(url, prompt), prompts))
-    return rate(answers), sum(a.tokens - 1 for a in answers) / max(1, sum(a.steps for a in answers))
+    return rate(answers), _accept_length(answers)
 
 
 def rate(answers: list[Answer]) -> float:
@@ -115,13 +159,58 @@ def rate(answers: list[Answer]) -> float:
     return sum(share * a.tokens for share, a in zip(shares, answers, strict=True)) / (end - began)
 
 
-def measure(repeats: int, console: Console) -> tuple[list[Point], dict[str, float]]:
+def _forced(servers: dict[str, ServerProcess], heads: list[list[int]], seconds: float) -> Forced:
+    """Easy text, of which no draft is right until the time is over."""
+    rates = {}
+    for name, server in servers.items():
+        began = time.perf_counter()
+        ends = began + seconds + (seconds / 2 if name == "budget" else 0)
+        answers: list[tuple[Answer, bool]] = []
+
+        def client(number: int, server=server, began=began, ends=ends, answers=answers) -> None:
+            asked = 0
+            while time.perf_counter() < ends:
+                prompt = heads[(number + asked * FORCED_CLIENTS) % len(heads)]
+                wrong = time.perf_counter() < began + seconds
+                answers.append((_ask(server.url, (prompt, {"temperature": 0.0}), unforeseen=wrong), wrong))
+                asked += 1
+
+        with ThreadPoolExecutor(FORCED_CLIENTS) as pool:
+            list(pool.map(client, range(FORCED_CLIENTS)))
+        rates[name] = rate([answer for answer, wrong in answers if wrong])
+    late = [answer for answer, wrong in answers if wrong and answer.asked > began + seconds / 2]
+    after = [answer for answer, wrong in answers if not wrong]
+    resumed = [answer.answered - began - seconds for answer in after if 2 * answer.paused < answer.steps]
+    return Forced(
+        FORCED_CLIENTS,
+        seconds,
+        rates,
+        _accept_length(late),
+        _paused(late),
+        _accept_length(after),
+        _paused(after),
+        min(resumed, default=None),
+    )
+
+
+def _accept_length(answers: list[Answer]) -> float:
+    return sum(a.tokens - 1 for a in answers) / max(1, sum(a.steps for a in answers))
+
+
+def _paused(answers: list[Answer]) -> float:
+    return sum(a.paused for a in answers) / max(1, sum(a.steps for a in answers))
+
+
+def measure(
+    target: Path, repeats: int, seconds: float, console: Console
+) -> tuple[list[Point], dict[str, float], Forced]:
+    """target: the checkpoint's folder. seconds: how long drafts are forced to be wrong."""
     tokenizer = bpe.load(TINY)
     heads = [[SEPARATOR, *tokenizer.encode(head).ids] for head in function_heads(read_corpus().held_out)]
     rates: dict[tuple[tuple[int, str], str], list[float]] = {}
     lengths: dict[tuple[tuple[int, str], str], list[float]] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as running:
-        servers = {each: running.enter_context(_server(Path(name), each)) for each in SERVERS}
+        servers = {each: running.enter_context(_server(Path(name), target, each)) for each in SERVERS}
         for repeat in range(-1, repeats):  # the first round warms up, and lets the budget learn the times
             for point in SWING:
                 clients, text = point
@@ -132,6 +221,8 @@ def measure(repeats: int, console: Console) -> tuple[list[Point], dict[str, floa
                     if repeat >= 0:
                         rates.setdefault((point, each), []).append(tokens_per_second)
                         lengths.setdefault((point, each), []).append(length)
+        with console.status(f"drafts that are wrong for {seconds:.0f} s ..."):
+            forced = _forced(servers, heads, seconds)
     points = []
     for point in SWING:
         by_server = {each: statistics.median(rates[point, each]) for each in SERVERS}
@@ -143,14 +234,15 @@ def measure(repeats: int, console: Console) -> tuple[list[Point], dict[str, floa
         each: tokens / sum(point.clients / point.tokens_per_second[each] for point in points)
         for each in SERVERS
     }
-    return points, whole
+    return points, whole, forced
 
 
 def markdown(report: Report) -> str:
     parts = [
         "# The verify budget\n",
-        f"Written by `python -m benchmarks.verify_budget`. {machine_line(report.machine)}\n",
-        f"tiny-k3 in bf16. Each client asks {REQUESTS} times for {NEW_TOKENS} new tokens; medians of "
+        f"Written by `python -m benchmarks.verify_budget --model {report.model}`. "
+        f"{machine_line(report.machine)}\n",
+        f"{_what(report)} in bf16. Each client asks {REQUESTS} times for {NEW_TOKENS} new tokens; medians of "
         f"{report.repeats} rounds over the points in this order, tokens a second. off: no draft; static: "
         "every drafted row verified; budget: as many as pay. easy: held-out function heads, greedy; hard: "
         "random tokens, temperature 1. It shows one small model on this CPU, whose clients take part of the "
@@ -166,20 +258,54 @@ def markdown(report: Report) -> str:
     cells = " | ".join(f"{report.whole[each]:.0f}" for each in SERVERS)
     best = max(report.whole["off"], report.whole["static"])
     parts.append(f"| all | | {cells} | {report.whole['budget'] / best:.2f} | | |")
+    parts += ["", _forced_text(report.forced)]
     return "\n".join(parts) + "\n"
+
+
+def _what(report: Report) -> str:
+    megabytes = f"{report.expert_bytes / 1e6:.0f} MB"
+    if report.model == "tiny":
+        return f"tiny-k3 ({megabytes} of routed experts, which a cache holds)"
+    cache = f"{(report.machine.l3_bytes or 0) / 1e6:.0f} MB"
+    return f"tiny-k3 with 128 experts of which 8 are chosen ({megabytes} of them, and {cache} of cache)"
+
+
+def _forced_text(forced: Forced) -> str:
+    rates = ", ".join(f"{each} {forced.tokens_per_second[each]:.0f}" for each in SERVERS)
+    resumed = forced.resumed_after_seconds
+    return (
+        f"Drafts that are all wrong for {forced.seconds:.0f} s, {forced.clients} clients: {rates} tokens a "
+        f"second; in the second half of that time the budget left {forced.paused:.0%} of the steps without a "
+        f"draft ({forced.accept_length:.2f} tokens a step). Behind it {forced.paused_after:.0%} "
+        f"({forced.accept_length_after:.2f} tokens a step); "
+        + (
+            "no answer there was drafted in more than half of its steps."
+            if resumed is None
+            else f"the first answer drafted in more than half of its steps came {resumed:.1f} s behind it."
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=("tiny", "experts"), default="tiny")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--forced-seconds", type=float, default=FORCED_SECONDS)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    points, whole = measure(arguments.repeats, Console(file=sys.stderr))
-    report = Report(describe(), arguments.repeats, points, whole)
+    with tempfile.TemporaryDirectory() as name:
+        target = TINY
+        if arguments.model == "experts":
+            target = Path(name)
+            many_experts.widen(TINY, target, many_experts.width_beyond(l3_bytes()))
+        size = many_experts.expert_bytes(target)
+        measured = measure(target, arguments.repeats, arguments.forced_seconds, Console(file=sys.stderr))
+    report = Report(describe(), arguments.model, size, arguments.repeats, *measured)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    save(report, arguments.out / "verify_budget.json")
-    (arguments.out / "verify_budget.md").write_text(markdown(report))
+    stem = f"verify_budget-{report.model}"
+    save(report, arguments.out / f"{stem}.json")
+    (arguments.out / f"{stem}.md").write_text(markdown(report))
     print(markdown(report))
 
 

@@ -94,6 +94,7 @@ class MarkovHead(nn.Module):
         self.markov_w1 = weight(config.vocab_size, config.markov_rank)
         self.markov_w2 = weight(config.vocab_size, config.markov_rank)
         self.linear = choose("linear", kernel_call())
+        self.activation_dtype = activation_dtype()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N] -> [N, rank]."""
@@ -101,7 +102,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, embedded: torch.Tensor) -> torch.Tensor:
         """[N, rank] -> [N, vocabulary]."""
-        return self.linear(embedded.to(activation_dtype()), self.markov_w2)
+        return self.linear(embedded.to(self.activation_dtype), self.markov_w2)
 
 
 class ConfidenceHead(nn.Module):

@@ -36,6 +36,13 @@ def test_records_of_another_form(form: str) -> None:
     run_cases(INSIDE, settings("lazy", form), names=names)
 
 
+@pytest.mark.parametrize("instructions", ["yes", "no"])
+def test_bf16_with_and_without_instructions_for_it(instructions: str) -> None:
+    """Layers hand on bf16 or fp32; drafts, records and states fit together in both."""
+    dtype = {"K3_DTYPE": "bfloat16", "K3_BF16_INSTRUCTIONS": instructions}
+    run_cases(INSIDE, settings("extra_buffer", DEFAULT) | dtype, names="bf16")
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("strategy, form", PAIRS)
 def test_all_cases_of_each_strategy_and_form(strategy: str, form: str) -> None:

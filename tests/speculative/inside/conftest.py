@@ -6,21 +6,34 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from sglang_k3.kernels.native import native_bf16
 from sglang_k3.speculative.record_forms import chosen
 from sglang_k3.testing.loop import Loop
 from sglang_k3.testing.random_draft import draft_config, draft_tensors, write_draft
 from sglang_k3.testing.server_process import draft_flags
 from tests.inside import STRATEGIES, prompt_of
 
-collect_ignore = [] if chosen().anchored else ["cases_anchors.py"]
+DTYPE = os.environ.get("K3_DTYPE", "float32")
+"""float32: exact mode and a random draft. bfloat16: the fast mode, and the trained draft."""
+
+collect_ignore = ["cases_bf16.py"] if DTYPE == "float32" else []
+collect_ignore += [] if chosen().anchored else ["cases_anchors.py"]
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
 
 
+def pretend_bf16_instructions(present: bool) -> None:
+    """torch computes the same products without them, only slowly."""
+    torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: present
+    torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: present
+    native_bf16.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
-    """The trained tiny target in exact mode with a random draft: whatever is accepted, texts are the
+    """The trained tiny target. In exact mode its draft is a random one: whatever is accepted, texts are the
     target's."""
     config = draft_config(
         hidden_size=192,
@@ -30,9 +43,14 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
         mask_token=2045,
         max_positions=16384,
     )
-    draft = write_draft(tmp_path_factory.mktemp("draft"), config, draft_tensors(config))
+    draft = TINY.parent / "tiny-k3-dspark"
+    if DTYPE == "float32":
+        draft = write_draft(tmp_path_factory.mktemp("draft"), config, draft_tensors(config))
+    if instructions := os.environ.get("K3_BF16_INSTRUCTIONS"):
+        pretend_bf16_instructions(instructions == "yes")
+    exact = ("--enable-deterministic-inference",) if DTYPE == "float32" else ()
     return Loop(
-        *("--model-path", str(TINY), "--dtype", "float32", "--enable-deterministic-inference"),
+        *("--model-path", str(TINY), "--dtype", DTYPE, *exact),
         *("--max-running-requests", "6", "--max-mamba-cache-size", "40", "--max-total-tokens", "4096"),
         *("--chunked-prefill-size", "128"),
         *draft_flags(draft),
