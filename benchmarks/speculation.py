@@ -54,6 +54,9 @@ CONTEXTS = (256, 1024, 4096)
 NEW_TOKENS = 128
 TAILS = (0, 4, 16, 32, 63)
 RING = FORMS["anchored"].ring(ROWS)
+DECODE_RINGS = (4, 16)
+"""Steps between two writes of the state, if plain decode went through a ring of records."""
+
 BUFFERED_SLOTS = 3
 """Of a running request with SGLang's extra_buffer strategy and overlap: its own, and two buffers."""
 
@@ -64,7 +67,9 @@ class Forms(msgspec.Struct, forbid_unknown_fields=True):
     """One batch size. *_streams: time by that of an in-place stream over the requests' states. plain,
     folded, ring, anchored: a step of each form, on average once their tails repeat. tail_streams: a verify by
     the recorded tokens that it finds between the state and its own, of which none enters the state.
-    fold_streams: an anchor's move over a boundary, into another slot."""
+    fold_streams: an anchor's move over a boundary, into another slot. decode_streams: a plain decode step,
+    which writes every state; decode_ring_streams: one that reads states and records and writes states once in
+    so many steps, on average."""
 
     requests: int
     valid: bool
@@ -81,6 +86,8 @@ class Forms(msgspec.Struct, forbid_unknown_fields=True):
     best_streams: float
     snapshot_streams: float
     snapshot_over_best: float
+    decode_streams: float
+    decode_ring_streams: dict[str, float]
 
 
 class Point(msgspec.Struct, forbid_unknown_fields=True):
@@ -153,6 +160,23 @@ def forms(requests: int, protocol: Protocol) -> Forms:
 
         return run
 
+    single: Any = rows(draw, s, requests, h, "fp32")
+    decode = choose("kda.decode", call)
+
+    def run_decode() -> None:
+        (states,) = turning.next()
+        decode(*single, states, slots, scale)
+
+    def run_ring_decode(tail: int, fold: bool) -> Callable[[], None]:
+        tails, folds = torch.full((requests,), tail), slots if fold else nowhere
+
+        def run() -> None:
+            (states,) = turning.next()
+            each = torch.arange(requests + 1)
+            verify(*single, states, slots, each, bank_rows, *bank, start, tails, folds, scale)
+
+        return run
+
     def run_commit() -> None:
         (states,) = turning.next()
         commit(states.unsqueeze(0), slots, slots, bank_rows, *stacked, start, counts, nowhere, nowhere)
@@ -172,13 +196,19 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     found = {form.name: steps_of(form) for form in FORMS.values() if not form.at_once and not form.anchored}
     wanted = {*((tail, False) for tail in TAILS), *(step for steps in found.values() for step in steps)}
     verifies = {step: run_verify(*step) for step in sorted(wanted)}
-    for run in verifies.values():
+    last = {ring - 1 for ring in DECODE_RINGS}
+    decodes = {
+        step: run_ring_decode(*step)
+        for step in [(0, False), *((tail, fold) for tail in sorted(last) for fold in (False, True))]
+    }
+    for run in (*verifies.values(), *decodes.values()):
         run()
     assert turning.slab is not None
     probe = memory_probe("stream", turning.slab, True, protocol.portion_bytes)
     subjects = [Subject(f"verify {step}", run) for step, run in verifies.items()]
     subjects += [Subject("commit", run_commit), Subject("fold", run_fold)]
-    subjects += [Subject("snapshots", run_snapshots)]
+    subjects += [Subject("snapshots", run_snapshots), Subject("decode", run_decode)]
+    subjects += [Subject(f"decode {step}", run) for step, run in decodes.items()]
     settled = measure([probe], subjects, protocol)
     states_bytes = 2 * requests * h * d * d * 4
     stream = states_bytes / (settled.attempt.readings["stream"].during * 1e9)
@@ -191,6 +221,12 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     by_form["anchored"] = float(np.trapezoid(between, TAILS)) / TAILS[-1]
     by_form["anchored"] += streams["fold"] * ACCEPTED / BOUNDARY
     best = min(by_form, key=lambda name: by_form[name])
+
+    def ring_decode(ring: int) -> float:
+        """Tails of 0 to ring - 1 tokens; the step that finds the longest writes."""
+        begin, end, fold = (streams[f"decode {s}"] for s in ((0, False), (ring - 1, False), (ring - 1, True)))
+        return ((ring - 1) * begin + (ring - 2) / 2 * (end - begin) + fold) / ring
+
     return Forms(
         requests=requests,
         valid=settled.valid,
@@ -207,6 +243,8 @@ def forms(requests: int, protocol: Protocol) -> Forms:
         best_streams=by_form[best],
         snapshot_streams=streams["snapshots"],
         snapshot_over_best=streams["snapshots"] / by_form[best],
+        decode_streams=streams["decode"],
+        decode_ring_streams={str(ring): ring_decode(ring) for ring in DECODE_RINGS},
     )
 
 
@@ -335,6 +373,12 @@ def markdown(report: Report) -> str:
     for form in report.forms.values():
         cells = " | ".join(f"{value:.2f}" for value in form.tail_streams.values())
         parts.append(f"| {form.requests} | {cells} |")
+    parts += ["", "Plain decode, which writes each state at every token, and through a ring of records:\n"]
+    parts.append("| requests | plain | " + " | ".join(f"ring of {ring}" for ring in DECODE_RINGS) + " |")
+    parts.append("| --: |" + " --: |" * (1 + len(DECODE_RINGS)))
+    for form in report.forms.values():
+        values = (form.decode_streams, *form.decode_ring_streams.values())
+        parts.append(f"| {form.requests} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
     parts += [
         "\nA running request, Kimi K3 on one of eight ranks, bf16; a slot has "
         f"{report.slot_bytes / 1e6:.1f} MB. Slots: its own, and buffers for checkpoints with overlap on. A "
