@@ -145,6 +145,12 @@ def _add_one_req(original, adder, req, *rest, **named):
     return add_one_req(original, adder, req, *rest, **named)
 
 
+def _release_retracted(original, req, tree_cache, *, checkpoint):
+    from sglang_k3.prefix_cache.retraction import release
+
+    release(original, req, tree_cache, checkpoint=checkpoint)
+
+
 def _mark_broken(original, scheduler, batch, *rest, **named):
     from sglang_k3.broken_requests import mark_broken
 
@@ -280,6 +286,12 @@ HOOKS = (
         _add_one_req,
         why="requests are admitted by tokens, and a pool short of state slots then ends the scheduler",
         until="the adder counts state slots in pools that are not shared with the KV cache",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.release_kv_cache",
+        _release_retracted,
+        why="a retracted request loses what it has computed since its prompt, and computes it again",
+        until="retraction hands requests to the tree (SGLang's own note there)",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.run_batch",

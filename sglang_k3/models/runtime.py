@@ -22,7 +22,7 @@ def kernel_call(dtype: torch.dtype | None = None) -> Call:
 
 
 def activation_dtype() -> torch.dtype:
-    """`compute_dtype` of the model under construction. Once it is built, torch's default says nothing of it."""
+    """`compute_dtype` of the model under construction; once it is built, torch's default says nothing."""
     return compute_dtype(torch.get_default_dtype())
 
 

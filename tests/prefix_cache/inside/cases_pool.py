@@ -163,3 +163,27 @@ def test_what_was_found_and_lost_adds_up_to_what_was_cached(loop, told, prompt, 
             total[reason] += tokens
     assert {name: states.metrics.outcomes[name] - before[name] for name in before} == total
     assert total["hit"] >= 90 and total["none_stored"] > 0
+
+
+def test_a_retracted_request_goes_on_from_its_last_boundary(loop, prompt):
+    """What it wrote before stays: no more of it is computed again than lies behind its last checkpoint."""
+    asked = [(prompt(40, seed=31), 110), (prompt(55, seed=32), 110)]
+    whole = []
+    for number, (ids, tokens) in enumerate(asked):
+        loop.flush()
+        request = loop.admit(f"whole {number}", ids, tokens)
+        loop.finish(request)
+        whole.append(list(request.output_ids))
+    loop.flush()
+    requests = [loop.admit(f"r{number}", ids, tokens) for number, (ids, tokens) in enumerate(asked)]
+    while min(len(request.output_ids) for request in requests) < 95:
+        loop.step()
+    loop.retract()
+    (taken,) = [request for request in requests if request.is_retracted]
+    written = len(taken.origin_input_ids) + len(taken.output_ids)
+    while taken.is_retracted:
+        loop.step()
+    spacing = 1 if PAGE == 1 else 64
+    assert taken.prefix_len >= (written - 9) // spacing * spacing
+    loop.finish(*requests)
+    assert [list(request.output_ids) for request in requests] == whole
