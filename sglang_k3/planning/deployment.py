@@ -11,7 +11,7 @@ from sglang_k3.models.config import ConfigError, K3Config
 from sglang_k3.models.dspark_config import DraftConfig
 from sglang_k3.planning.devices import Device
 from sglang_k3.planning.errors import PlanError
-from sglang_k3.planning.layout import Layout, sglang_layout
+from sglang_k3.planning.layout import Layout
 from sglang_k3.planning.weights import Precision
 from sglang_k3.speculative.record_forms import Form
 
@@ -121,6 +121,3 @@ def parse(model: dict[str, Any], draft: dict[str, Any] | None) -> tuple[K3Config
         return K3Config.from_hf(model), None if draft is None else DraftConfig.from_file(draft)
     except ConfigError as error:
         raise PlanError(str(error)) from error
-
-
-__all__ = ["STRATEGIES", "Deployment", "Strategy", "parse", "read_config", "sglang_layout"]

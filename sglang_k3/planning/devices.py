@@ -169,6 +169,11 @@ def device(
     missing = [option for key, option in _NEEDED.items() if not getattr(result, key)]
     if missing:
         raise PlanError(f"device {name} lacks figures: add {', '.join(missing)}")
+    if result.memory <= result.reserve:
+        raise PlanError(
+            f"device {name}: --memory-gib {result.memory / GIB:g} is no more than the {result.reserve / GIB:g} "
+            "GiB that its runtime keeps: pass more"
+        )
     if given:
         said = f"passed by the caller: {', '.join(given)}"
         result = replace(result, sources=(*result.sources, said))

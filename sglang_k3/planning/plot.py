@@ -61,6 +61,3 @@ def _stack(axes: Any, parts: Mapping[str, float], title: str) -> None:
     axes.set_xticks([])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center right")
-
-
-__all__ = ["plot"]

@@ -163,7 +163,7 @@ def _communication(deployment: Deployment, rows: int) -> float:
         widths.append((moe, rows * config.expert_size))
         if config.moe.num_shared_experts:
             widths.append((moe, rows * config.hidden_size))
-    # Embedding, and the logits of every row.
+    # Embedding, and the logits of every row, which go one way.
     widths += [(1, rows * config.hidden_size), (1, group * config.vocab_size / 2)]
     if deployment.draft is not None:
         drafted = group / deployment.drafted_rows * deployment.draft.gamma

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.planner import PAGE, figures
 from sglang_k3.cli import app
 
-ROOT = Path(__file__).parents[2]
 DEVICE = ["plan", "--device", "950dt", "--tp", "16", "--ep", "16", "--draft", "kimi-k3", "--concurrency", "4"]
 
 
@@ -34,7 +34,7 @@ def test_json_has_the_keys_that_the_documentation_has() -> None:
     result = run(*DEVICE, "--json")
     assert result.exit_code == 0
     values = json.loads(result.stdout)
-    documented = re.findall(r"^\| `([a-z_.]+)` \|", (ROOT / "docs" / "planner.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `([a-z_.]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert paths(values) == set(documented)
     assert values["label"].startswith("Estimate")
     assert values["per_rank"]["total"] == sum(
@@ -84,3 +84,7 @@ def test_a_refusal_is_one_line_and_exits_with_1() -> None:
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "unknown device 'tpu'" in result.stderr
+
+
+def test_the_documented_figures_are_what_the_planner_says_now() -> None:
+    assert figures() in PAGE.read_text()

@@ -20,7 +20,9 @@ SPECULATING = {"draft": "kimi-k3"}
     [
         ({"device": "910b"}, "unknown device '910b': pass one of a3, 950pr, 950dt, cpu, custom"),
         ({"device": "custom"}, "lacks figures: add --memory-gib, --bandwidth, --tflops, --link"),
-        ({"figures": {"bandwidth": -1.0}}, "bandwidth -1e+09 must be greater than 0"),
+        ({"bandwidth": -1.0}, "bandwidth -1e+09 must be greater than 0"),
+        ({"device": "a3", "memory_gib": 3.0}, "--memory-gib 3 is no more than the 3 GiB that its runtime"),
+        ({"host_gib": float("nan")}, "--host-gib nan is not a number"),
         ({"tp": 0}, "--tp 0 must be at least 1"),
         ({"tp": 5}, "--tp 5: 5 ranks can't share 96 KDA heads: a divisor is wanted, one of 1, 2, 3"),
         ({"tp": 8, "dp": 3}, "--dp 3 does not divide --tp 8: pass one of 1, 2, 4, 8"),

@@ -48,8 +48,8 @@ def test_a_state_is_read_and_written_as_its_form_says(form: str | None, passes: 
 
 
 def test_parts_of_a_plain_step_are_bytes_over_bandwidth() -> None:
-    figures = {"bandwidth": 1000.0, "tflops": 1e6, "launch_us": 2.0}
-    seconds = planned("950dt", 4, figures, tp=4, context=10_000).step.seconds
+    found = planned("950dt", 4, bandwidth=1000.0, tflops=1e6, launch_us=2.0, tp=4, context=10_000)
+    seconds = found.step.seconds
     distinct = 896 * (1 - (1 - 16 / 896) ** 4)
     assert seconds[EXPERTS] == pytest.approx(92 * distinct * 17_547_264 / 4 / 1e12)
     assert seconds[STATE] == pytest.approx(2 * 4 * 449_372_160 / 4 / 1e12)
@@ -59,7 +59,7 @@ def test_parts_of_a_plain_step_are_bytes_over_bandwidth() -> None:
 
 
 def test_many_rows_are_bound_by_products() -> None:
-    found = planned("950dt", 8192, {"tflops": 100.0}, tp=8, ep=8, context=100)
+    found = planned("950dt", 8192, tflops=100.0, tp=8, ep=8, context=100)
     products = 2 * 8192 * 16 * 33_030_144 / 8 * 92
     assert found.step.seconds[EXPERTS] == pytest.approx(products / 100e12)
 

@@ -1,5 +1,7 @@
-"""Builds the served model and the draft at their real sizes for one rank of several, on the meta device, and
-prints what each layout holds, as JSON: bytes of the parameters, of what is derived from them, of the draft."""
+"""Builds the served model and the draft at their real sizes for one rank of several, on the meta device.
+
+Prints, as JSON, what each layout holds: bytes of the parameters, of what is derived from them, of the draft.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def tensors(module: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 def main() -> None:
     hf_config = published()
+    import transformers
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-    from transformers import PretrainedConfig
 
     from sglang_k3.models.config import K3Config
     from sglang_k3.models.dspark_draft import DSparkDraftModel
@@ -40,7 +42,8 @@ def main() -> None:
     held: dict[str, Any] = {}
     # Tables of angles without YaRN, which the meta device can't compute, have the same size.
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    draft_config: Any = PretrainedConfig(**real_draft_config() | plain)
+    config_class: Any = transformers.PretrainedConfig
+    draft_config = config_class(**real_draft_config() | plain)
     for tp, ep in LAYOUTS:
         with under(tp, tp - 1, ep), torch.device("meta"):
             model = torch.nn.Module()
