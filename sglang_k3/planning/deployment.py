@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang_k3.models.config import ConfigError, K3Config
 from sglang_k3.models.dspark_config import DraftConfig
@@ -16,7 +16,7 @@ from sglang_k3.planning.weights import Precision
 from sglang_k3.speculative.record_forms import Form
 
 Strategy = Literal["off", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
-STRATEGIES: tuple[Strategy, ...] = ("off", "no_buffer", "extra_buffer", "extra_buffer_lazy")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,6 @@ class Deployment:
                 f"--context {self.context} is longer than the model's {self.config.max_positions} positions: "
                 f"pass {self.config.max_positions} or less"
             )
-        if self.strategy not in STRATEGIES:
-            raise PlanError(f"unknown --cache-strategy {self.strategy}: pass one of {', '.join(STRATEGIES)}")
         if self.strategy == "no_buffer" and self.page != 1:
             raise PlanError(
                 f"--cache-strategy no_buffer takes pages of one token, not --page-size {self.page}: pass "

@@ -171,8 +171,8 @@ def device(
         raise PlanError(f"device {name} lacks figures: add {', '.join(missing)}")
     if result.memory <= result.reserve:
         raise PlanError(
-            f"device {name}: --memory-gib {result.memory / GIB:g} is no more than the {result.reserve / GIB:g} "
-            "GiB that its runtime keeps: pass more"
+            f"device {name}: --memory-gib {result.memory / GIB:g} is no more than the "
+            f"{result.reserve / GIB:g} GiB that its runtime keeps: pass more"
         )
     if given:
         said = f"passed by the caller: {', '.join(given)}"

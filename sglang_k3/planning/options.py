@@ -67,12 +67,12 @@ def make(options: Options) -> Plan:
         ) from error
 
     from sglang_k3.models.presets import real_draft_config, real_k3_config
-    from sglang_k3.planning.deployment import Deployment, parse, read_config
+    from sglang_k3.planning.deployment import STRATEGIES, Deployment, Strategy, parse, read_config
     from sglang_k3.planning.devices import GIB
     from sglang_k3.planning.devices import device as find
     from sglang_k3.planning.layout import sglang_layout
     from sglang_k3.planning.report import plan as compute
-    from sglang_k3.planning.weights import Precision
+    from sglang_k3.planning.weights import EXPERT_FORMATS, ExpertFormat, Precision
     from sglang_k3.speculative.record_forms import DEFAULT, DEFAULT_ON_NPU, FORMS
 
     model_path, draft_name = options.model_path, options.draft
@@ -91,23 +91,25 @@ def make(options: Options) -> Plan:
         drafts.get(draft_name, lambda: read_config(Path(draft_name)))(),
     )
     form = None
-    records, strategy = options.records, options.cache_strategy
+    records, wanted = options.records, options.cache_strategy
     if draft is not None:
         records = records or (DEFAULT_ON_NPU if ready.kind == "npu" else DEFAULT)
         form = FORMS[_chosen("--records", records, FORMS)]
     elif records is not None:
         raise PlanError(f"--records {records} is of a server that speculates: add --draft, or leave it out")
-    if strategy is None:
-        strategy = "extra_buffer_lazy" if form is not None and form.anchored else "extra_buffer"
+    if wanted is None:
+        wanted = "extra_buffer_lazy" if form is not None and form.anchored else "extra_buffer"
+    strategies: dict[str, Strategy] = {name: name for name in STRATEGIES}
+    strategy = strategies[_chosen("--cache-strategy", wanted, strategies)]
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     dtype = dtypes[_chosen("--dtype", options.dtype, dtypes)]
     kv = {"auto": dtype.itemsize, "fp8": 1}
-    formats = {"checkpoint": "checkpoint", "int4": "int4", "bfloat16": "bfloat16"}
+    formats: dict[str, ExpertFormat] = {name: name for name in EXPERT_FORMATS}
     precision = Precision(
         dtype=dtype,
         state=dtypes[_chosen("--state-dtype", options.state_dtype, dtypes)],
         kv_bytes=kv[_chosen("--kv-dtype", options.kv_dtype, kv)],
-        experts=formats[_chosen("--experts", options.experts, formats)],  # type: ignore[arg-type]
+        experts=formats[_chosen("--experts", options.experts, formats)],
     )
     page = options.page_size
     deployment = Deployment(

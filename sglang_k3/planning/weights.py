@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,6 +23,7 @@ EXPERTS, SHARED, DENSE = "routed experts", "shared experts", "dense MLP"
 VOCABULARY, NORMS, COPIES, DRAFT = "embedding and head", "norms and mixes", "derived copies", "draft"
 
 ExpertFormat = Literal["checkpoint", "int4", "bfloat16"]
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
 _FP32 = torch.float32.itemsize
 
 
