@@ -17,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_k3 import doctor as examination
+from sglang_k3.planning import command
 from sglang_k3.prefix_cache import view
 from sglang_k3.prefix_cache.outcome import REASONS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(command.plan)
 
 
 @app.callback()

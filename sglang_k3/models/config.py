@@ -71,6 +71,11 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def cache_width(self) -> int:
+        """Numbers that the cache keeps of a token and layer: the normed latent and the rope part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
     def scale(self) -> float:
         """Factor of the attention scores."""
         return self.qk_head_dim**-0.5

@@ -72,6 +72,11 @@ class DraftConfig:
         """The target layers behind which the stream is tapped."""
         return tuple(layer + self.tap_offset for layer in self.taps)
 
+    @property
+    def cache_width(self) -> int:
+        """Numbers that the draft's cache keeps of a token and layer, over all heads: a key and a value."""
+        return 2 * self.num_kv_heads * self.head_dim
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint, by name, with its whole shape."""
         hidden, inner, wide = self.hidden_size, self.intermediate_size, self.head_dim

@@ -43,7 +43,7 @@ class GatedMLA(nn.Module):
             self.q_a_proj = replicated("q_a_proj", mla.q_lora_rank)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.q_norm_eps)
             self.q_b_proj = column("q_b_proj", mla.q_lora_rank, queries)
-        self.kv_a_proj_with_mqa = replicated("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_a_proj_with_mqa = replicated("kv_a_proj_with_mqa", mla.cache_width)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.kv_norm_eps)
         self.kv_b_proj = column(
             "kv_b_proj", mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -63,7 +63,7 @@ class GatedMLA(nn.Module):
         self.batched = choose("linear_batched", kernel_call())
         self.attn = RadixAttention(
             self.heads,
-            mla.kv_lora_rank + mla.qk_rope_head_dim,
+            mla.cache_width,
             mla.scale,
             num_kv_heads=1,
             layer_id=layer_id,

@@ -14,15 +14,33 @@ from typing import Any
 import torch
 from sglang.srt.configs.kimi_k3 import KimiK3Config
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
-from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, mamba2_state_dtype
+from sglang.srt.configs.mamba_utils import (
+    KimiLinearCacheParams,
+    KimiLinearStateShape,
+    Mamba2StateDType,
+    mamba2_state_dtype,
+)
 from sglang.srt.configs.model_config import _get_and_verify_dtype
-from sglang.srt.runtime_context import get_model
+from sglang.srt.runtime_context import get_model, get_parallel
 
 from sglang_k3.models.config import K3Config
 
 
 class K3CacheParams(KimiLinearCacheParams):
     """State shapes of one of our models; its own class, so that a pool can tell them from another model's."""
+
+
+def state_params(
+    *, heads: int, head_dim: int, conv_kernel: int, layers: list[int], ranks: int, dtype: Mamba2StateDType
+) -> K3CacheParams:
+    """The state of one request on one of `ranks` attention ranks. Server and planner both take it from here.
+
+    heads, conv_kernel: of the whole model. layers: its KDA layers, 0-based.
+    """
+    shape = KimiLinearStateShape.create(
+        tp_world_size=ranks, num_heads=heads, head_dim=head_dim, conv_kernel_size=conv_kernel
+    )
+    return K3CacheParams(shape=shape, layers=layers, dtype=dtype)  # type: ignore[call-arg]
 
 
 class K3TextConfig(KimiLinearConfig):
@@ -43,9 +61,15 @@ class K3TextConfig(KimiLinearConfig):
     @property
     def mamba2_cache_params(self) -> K3CacheParams:
         """State shapes of this rank; the window in the model's dtype. Needs published server args."""
-        stock = super().mamba2_cache_params
-        dtype = replace(mamba2_state_dtype(self), conv=serving_dtype(self))
-        return K3CacheParams(shape=stock.shape, layers=stock.layers, dtype=dtype)
+        attention: Any = self.linear_attn_config
+        return state_params(
+            heads=attention["num_heads"],
+            head_dim=attention["head_dim"],
+            conv_kernel=attention["short_conv_kernel_size"],
+            layers=self.linear_layer_ids,
+            ranks=get_parallel().attn_tp_size,
+            dtype=replace(mamba2_state_dtype(self), conv=serving_dtype(self)),
+        )
 
 
 class K3MultimodalConfig(KimiK3Config):

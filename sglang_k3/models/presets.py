@@ -132,3 +132,38 @@ def real_k3_config() -> dict[str, Any]:
             "patch_embed_proj_bias": False,
         },
     }
+
+
+def real_draft_config() -> dict[str, Any]:
+    """config.json of RadixArk/Kimi-K3-DSpark: 5 layers, 7 drafted tokens, 2.25 G parameters."""
+    return {
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": 7168,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "intermediate_size": 14336,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 163840,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 65536,
+        },
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * 5,
+        "block_size": 7,
+        "num_target_layers": 93,
+        "dflash_config": {"mask_token_id": 163824, "target_layer_ids": [7, 23, 51, 67, 83]},
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }

@@ -26,10 +26,14 @@ def activation_dtype() -> torch.dtype:
     return compute_dtype(torch.get_default_dtype())
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype, device: str | None = None) -> torch.dtype:
     """What the layers of a model compute and hand on: its dtype, but fp32 for a bf16 model on a CPU without
-    bf16 instructions, where every kernel would widen its inputs and round its outputs for nothing."""
-    widen = dtype == torch.bfloat16 and current_platform.device_type == "cpu" and not native_bf16()
+    bf16 instructions, where every kernel would widen its inputs and round its outputs for nothing.
+
+    device: a torch device type, by default this process's.
+    """
+    device = device or current_platform.device_type
+    widen = dtype == torch.bfloat16 and device == "cpu" and not native_bf16()
     return torch.float32 if widen else dtype
 
 

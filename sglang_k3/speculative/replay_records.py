@@ -51,8 +51,9 @@ class Tail(NamedTuple):
     fold_slots: torch.Tensor
 
 
-def fields_of(cache_params: Any) -> tuple[Field, ...]:
-    """The record row of a model, from the state shapes that SGLang's pools are built from."""
+def fields_of(cache_params: Any, device: str | None = None) -> tuple[Field, ...]:
+    """The record row of a model, from the state shapes that SGLang's pools are built from. device: a torch
+    device type, by default this process's."""
     heads, value_dim, key_dim = cache_params.shape.temporal
     ((_, channels),) = cache_params.shape.conv
     window = cache_params.dtype.conv
@@ -61,7 +62,7 @@ def fields_of(cache_params: Any) -> tuple[Field, ...]:
         value_dim=value_dim,
         key_dim=key_dim,
         channels=channels,
-        activation=compute_dtype(window),
+        activation=compute_dtype(window, device),
         window=window,
     )
 
@@ -79,10 +80,18 @@ def layer_bytes(fields: tuple[Field, ...], rows: int, form: Form, window_rows: i
     return form.ring(rows) * sum(field.bytes for field in ring) + conv_rows * conv.bytes
 
 
-def bytes_per_request(cache_params: Any, rows: int, form: Form) -> int:
+def bytes_per_request(cache_params: Any, rows: int, form: Form, device: str | None = None) -> int:
     """The same over all KDA layers of this rank."""
-    each = layer_bytes(fields_of(cache_params), rows, form, window_rows_of(cache_params))
+    each = layer_bytes(fields_of(cache_params, device), rows, form, window_rows_of(cache_params))
     return len(cache_params.layers) * each
+
+
+def bank_bytes(
+    cache_params: Any, rows: int, form: Form, requests: int, device: str | None = None
+) -> tuple[int, int]:
+    """Bytes of a rank's banks for so many running requests and the padding row, and of one request's."""
+    each = bytes_per_request(cache_params, rows, form, device)
+    return each * (requests + 1), each
 
 
 class ReplayRecords:

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
 from sglang_k3.speculative.record_forms import chosen
-from sglang_k3.speculative.replay_records import ReplayRecords, bytes_per_request, fields_of, window_rows_of
+from sglang_k3.speculative.replay_records import ReplayRecords, bank_bytes, fields_of, window_rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ def plan_memory(original, planner, total_rest_memory: float) -> float:
     slots = get_schedule().max_mamba_cache_size
     if slots is not None:
         requests = min(requests, slots // planner._calculate_mamba_ratio())
-    each = bytes_per_request(params, get_spec().speculative_num_draft_tokens, chosen())
-    banks = each * (requests + 1) / _GIB
+    size, each = bank_bytes(params, get_spec().speculative_num_draft_tokens, chosen(), requests)
+    banks = size / _GIB
     logger.info("planned %.3f GiB of replay records: %d requests x %.1f MB", banks, requests, each / 1e6)
     planner.spec_algorithm = SpeculativeAlgorithm.NONE
     try:

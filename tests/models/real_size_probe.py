@@ -14,21 +14,16 @@ from typing import Any
 import torch
 
 
-def main() -> None:
+def published() -> Any:
+    """SGLang's config object of Kimi K3, with this process configured to build its model."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     from sglang.benchmark import one_batch
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_k3.models.config import K3Config
-    from sglang_k3.models.kimi_k3 import K3TextModel, KimiK3ForConditionalGeneration
-    from sglang_k3.models.layers import K3LinearConfig
-    from sglang_k3.models.names import expected_names
     from sglang_k3.models.presets import real_k3_config
-    from sglang_k3.models.weights import load
 
     with tempfile.TemporaryDirectory() as directory:
         values = real_k3_config() | {"language_model_only": True}
@@ -42,13 +37,29 @@ def main() -> None:
         one_batch.publish(server_args, role="scheduler", ranks=ranks)
         hf_config = ModelConfig.from_server_args(server_args).hf_config
     torch.set_default_dtype(torch.bfloat16)
-    config = K3Config.from_hf(hf_config)
+    return hf_config
 
-    def under(size: int, index: int):
-        parallel: dict[str, Any] = {}
-        for group in ("tp", "attn_tp", "moe_tp"):
-            parallel[f"{group}_size"], parallel[f"{group}_rank"] = size, index
-        return get_parallel().override(**parallel, moe_ep_size=1, moe_ep_rank=0)
+
+def under(size: int, index: int, ep: int = 1):
+    """A context in which a model is built for rank `index` of `size`, whose experts are in `ep` ranges."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel: dict[str, Any] = {}
+    for group in ("tp", "attn_tp"):
+        parallel[f"{group}_size"], parallel[f"{group}_rank"] = size, index
+    parallel["moe_tp_size"], parallel["moe_tp_rank"] = size // ep, index % (size // ep)
+    return get_parallel().override(**parallel, moe_ep_size=ep, moe_ep_rank=index // (size // ep))
+
+
+def main() -> None:
+    hf_config = published()
+    from sglang_k3.models.config import K3Config
+    from sglang_k3.models.kimi_k3 import K3TextModel, KimiK3ForConditionalGeneration
+    from sglang_k3.models.layers import K3LinearConfig
+    from sglang_k3.models.names import expected_names
+    from sglang_k3.models.weights import load
+
+    config = K3Config.from_hf(hf_config)
 
     with under(1, 0), torch.device("meta"):
         model = KimiK3ForConditionalGeneration(hf_config)

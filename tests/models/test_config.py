@@ -196,9 +196,7 @@ def test_the_convolution_window_has_the_dtype_of_the_model(
     flag: str, window: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(hf_config, "get_model", lambda: SimpleNamespace(dtype=flag))
-    monkeypatch.setattr(
-        "sglang.srt.configs.kimi_linear.get_parallel", lambda: SimpleNamespace(attn_tp_size=1)
-    )
+    monkeypatch.setattr(hf_config, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     parameters = K3TextConfig(**kimi_linear_config("bfloat16", {})).mamba2_cache_params
     assert parameters.dtype.conv is window
     assert parameters.dtype.temporal is torch.float32

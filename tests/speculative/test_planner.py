@@ -34,7 +34,7 @@ def server(monkeypatch):
     spec = SimpleNamespace(speculative_num_draft_tokens=ROWS)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
     monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
-    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype: dtype)
+    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype, device: dtype)
     return schedule
 
 

@@ -33,7 +33,7 @@ def params(heads, layers, window):
 
 
 def test_a_request_of_the_real_model_takes_at_most_14_mb_on_eight_ranks(monkeypatch):
-    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype: dtype)
+    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype, device: dtype)
     each = bytes_per_request(params(12, 69, torch.bfloat16), 8, FORMS["plain"])
     assert each == 69 * 8 * (122_880 + 73_728) // 8 == 13_565_952
     folded, ring = (
@@ -49,7 +49,7 @@ def test_a_request_of_the_real_model_takes_at_most_14_mb_on_eight_ranks(monkeypa
 
 
 def test_a_cpu_without_bf16_records_what_its_layers_hand_on(monkeypatch):
-    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype: torch.float32)
+    monkeypatch.setattr(replay_records, "compute_dtype", lambda dtype, device: torch.float32)
     _, k, _, x = fields_of(params(2, 1, torch.bfloat16))
     assert k.dtype == torch.float32 and x.dtype == torch.bfloat16
 
