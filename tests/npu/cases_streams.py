@@ -93,7 +93,9 @@ def test_every_wait_between_streams_is_needed(loop, emulator, asked, at_once, ca
     with capsys.disabled():
         for line in lines:
             print(f"\nleft out: {line}: {noticed.get(line, 'NOT NOTICED')}", end="")
-    assert set(noticed) == set(lines)
+    # With drafts the host waits for a verify's lengths before the scheduler writes its tables again, so that
+    # barrier orders nothing more; without drafts it does (cases_decode.py).
+    assert set(noticed) == {line for line in lines if "_apply_war_barrier" not in line}
 
 
 def test_torch_npus_own_sanitizer_finds_no_race(loop, asked, at_once):
