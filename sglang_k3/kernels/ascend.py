@@ -33,6 +33,15 @@ def package_operator(package: str, namespace: str, name: str) -> Any | None:
     return getattr(getattr(torch.ops, namespace), name, None)
 
 
+@cache
+def package_function(module: str, name: str) -> Any | None:
+    """A Python function of an installed package; None without the package or in one that has none."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
 def absent(package: str, operator: str) -> str:
     """The reason of an implementation whose package is not there."""
     return f"{operator} comes with {package}, which is not installed or has none"

@@ -21,7 +21,7 @@ import torch
 import sglang_k3
 
 PACKAGE = Path(sglang_k3.__file__).parent
-_FINDERS = ("operators", "package_operator", "situ_kernel", "gate_kernel")
+_FINDERS = ("operators", "package_operator", "package_function")
 """Names in our modules by which they come to a vendor's operators."""
 
 Arguments = tuple[list[Any], dict[str, Any]]
@@ -109,9 +109,7 @@ class Interposed:
 
         def ask(*given: Any) -> Any:
             operator = found(*given)
-            return (
-                None if operator is None else _Call(self, operator, given[-1] if given else operator.__name__)
-            )
+            return None if operator is None else _Call(self, operator, given[-1])
 
         return ask
 

@@ -7,18 +7,13 @@ call. The other, situ, takes both.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from functools import cache
-from typing import Any
-
 import torch
 
 from sglang_k3.kernels.activation import reference
-from sglang_k3.kernels.ascend import DEVICE, absent, operators
+from sglang_k3.kernels.ascend import DEVICE, absent, operators, package_function
 from sglang_k3.kernels.registry import Call, register
 
-_PACKAGE = "sgl_kernel_npu.activation.situ"
+_SITU = "sgl_kernel_npu.activation.situ", "situ"
 
 
 def _no_betas(call: Call) -> str | None:
@@ -31,19 +26,10 @@ def situ_and_mul(gate_up: torch.Tensor, beta: float | None, linear_beta: float |
     raise RuntimeError(_no_betas(Call(DEVICE, gate_up.dtype)))
 
 
-@cache
-def situ_kernel() -> Any | None:
-    """sgl_kernel_npu's situ; None where the package is not installed or has none."""
-    try:
-        return getattr(importlib.import_module(_PACKAGE), "situ", None)
-    except ImportError:
-        return None
-
-
 def _situ_supports(call: Call) -> str | None:
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 or float16, not {call.dtype}"
-    return None if situ_kernel() is not None else absent("sgl_kernel_npu", "situ")
+    return None if package_function(*_SITU) is not None else absent("sgl_kernel_npu", "situ")
 
 
 @register("activation.gated", "sgl_kernel_npu situ", preference=20, device=DEVICE, supports=_situ_supports)
@@ -51,7 +37,7 @@ def situ(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) -
     """See `reference.gated`; a SiLU gate, which has no beta, is torch_npu's."""
     if beta is None:
         return gated(gate_up, beta, linear_beta)
-    kernel = situ_kernel()
+    kernel = package_function(*_SITU)
     assert kernel is not None
     return kernel(_even(gate_up), need_quant=False, beta=beta, linear_beta=linear_beta)[0]
 

@@ -6,33 +6,23 @@ CANN's decode does too, and its verify takes a layer's hidden states and all of 
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
 from typing import Any
 
 import torch
 
-from sglang_k3.kernels.ascend import DEVICE, absent, has_mx, package_operator, present, put
+from sglang_k3.kernels.ascend import DEVICE, absent, has_mx, package_function, package_operator, present, put
 from sglang_k3.kernels.kda.ascend import layer_groups, normalise
 from sglang_k3.kernels.registry import Call, register
 
 _HEAD = 128
 _COMMIT = "commit_recurrent_kda_replayssm"
-
-
-@cache
-def gate_kernel() -> Any | None:
-    """sgl_kernel_npu's fused_kda_gate_npu; None where the package is not installed or has none."""
-    try:
-        return getattr(importlib.import_module("sgl_kernel_npu.fla.kda_gate"), "fused_kda_gate_npu", None)
-    except ImportError:
-        return None
+_GATE = "sgl_kernel_npu.fla.kda_gate", "fused_kda_gate_npu"
 
 
 def _gate_supports(call: Call) -> str | None:
     if call.dtype not in (torch.bfloat16, torch.float16):
         return f"SGLang calls it with bfloat16 or float16, not {call.dtype}"
-    return None if gate_kernel() is not None else absent("sgl_kernel_npu", "fused_kda_gate_npu")
+    return None if package_function(*_GATE) is not None else absent("sgl_kernel_npu", _GATE[1])
 
 
 @register(
@@ -52,7 +42,7 @@ def gate(
             f"kda.gate: f {tuple(f.shape)}, b {tuple(b.shape)}, A_log {tuple(A_log.shape)} and dt_bias "
             f"{tuple(dt_bias.shape)} do not fit together"
         )
-    kernel = gate_kernel()
+    kernel = package_function(*_GATE)
     assert kernel is not None
     g = kernel(f, A_log, columns // heads, gate_bias=dt_bias, lower_bound=lower_bound)
     return g.view(tokens, heads, -1), b.float().sigmoid()
@@ -98,6 +88,10 @@ def commit(
         raise ValueError(f"kda.commit: states {sides} in {state_pools.dtype} are not 128 by 128 in float32")
     if any(bank.shape[-2:] != (heads, _HEAD) or bank.shape[0] != layers for bank in (bank_u, bank_k, bank_g)):
         raise ValueError(f"kda.commit: records do not fit {layers} layers of {heads} heads of {_HEAD}")
+    if not len(slots):
+        return
+    operator = _commit_operator()
+    assert operator is not None
     some = (slots >= 0) & (counts > 0)
     tracks = some & (track_offsets >= 0) & (track_offsets <= counts)
     places = present(slots)[1]
@@ -116,14 +110,8 @@ def commit(
         before = state_pools[part][:, places].flatten(0, 1)
         for targets, numbers in runs:
             states = before.clone()
-            count = (
-                torch.where(some, numbers, 0)
-                .clamp(min=0)
-                .to(torch.int32)
-                .repeat(states.shape[0] // len(slots))
-            )
-            operator = _commit_operator()
-            assert operator is not None
-            operator(states, u.half(), normalise(k).half(), g.exp(), count)
+            accepted = torch.where(some, numbers, 0).clamp(min=0).to(torch.int32)
+            of_all_layers = accepted.repeat(len(states) // len(slots))
+            operator(states, u.half(), normalise(k).half(), g.exp(), of_all_layers)
             for layer, after in zip(state_pools[part], states.unflatten(0, (-1, len(slots))), strict=True):
                 put(layer, targets, after)
