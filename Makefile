@@ -72,13 +72,14 @@ $(NPU_STAMP): tests/npu/requirements.txt requirements-npu.txt
 	rm -rf $(NPU_VENV)/wheels
 	@touch $@
 
-# A process a file: SGLang keeps one configuration a process.
+# SGLang keeps one configuration a process: files that share one are a group. Two groups at a time.
+NPU_GROUPS := "serving streams" "vendor" "operators environment bytes" "decode"
+
 test-npu: $(NPU_STAMP)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m tests.npu.cann.build $(NPU_VENV)/cann
-	for file in tests/npu/cases_*.py; do \
-		LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann TASK_QUEUE_ENABLE=0 \
-		$(NPU_BIN)/python -m pytest -o python_files='cases_*.py' $$file || exit 1; \
-	done
+	printf '%s\n' $(NPU_GROUPS) | LD_LIBRARY_PATH=$(CURDIR)/$(NPU_VENV)/cann TASK_QUEUE_ENABLE=0 OMP_NUM_THREADS=1 \
+		xargs -P 2 -I '{}' sh -c 'set --; for name in {}; do set -- "$$@" tests/npu/cases_$$name.py; done; \
+		exec $(NPU_BIN)/python -m pytest -o python_files="cases_*.py" "$$@"'
 
 verify: test test-npu
 	$(BIN)/python -m pytest -m verify

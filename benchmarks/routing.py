@@ -72,7 +72,7 @@ class Worker:
     """A server that publishes its states, and a subscriber to it for each chooser. scale: of its pools."""
 
     def __init__(self, log: Path, scale: int = 1) -> None:
-        self.sockets = tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.sockets = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
         events = {"publisher": "states", "bind": True, "token_ids": False}
         events |= {"endpoint": self.sockets[0], "replay_endpoint": self.sockets[1]}
         flags = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any
 
@@ -41,11 +42,19 @@ def mark_broken(original: Callable[..., Any], scheduler: Any, batch: Any, *rest:
     rows = getattr(getattr(result, "logits_output", None), "broken_rows", None)
     if rows is None or not batch.reqs:
         return result
-    if rows.device.type != "cpu" and batch.forward_mode.is_decode():
-        result.broken_note = _Note(rows.view(len(batch.reqs), -1).any(1), list(batch.reqs))
-    elif bool(rows.any()):
-        _mark(result, batch.reqs, rows.view(len(batch.reqs), -1).any(1).tolist())
+    with _stream_of_the_pass(scheduler, rows.device):
+        if rows.device.type != "cpu" and batch.forward_mode.is_decode():
+            result.broken_note = _Note(rows.view(len(batch.reqs), -1).any(1), list(batch.reqs))
+        elif bool(rows.any()):
+            _mark(result, batch.reqs, rows.view(len(batch.reqs), -1).any(1).tolist())
     return result
+
+
+def _stream_of_the_pass(scheduler: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Where the forward pass was launched: with overlap not on the scheduler's own stream."""
+    if device.type == "cpu" or not scheduler.enable_overlap:
+        return nullcontext()
+    return torch.get_device_module(device).stream(scheduler.forward_stream)
 
 
 def _mark(result: Any, reqs: list[Any], broken: list[bool]) -> None:

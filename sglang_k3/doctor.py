@@ -176,4 +176,5 @@ def _choose(operator: str, name: str, call: Any) -> Choice:
     except registry.NoImplementation:
         refusals = ((entry.name, entry.refusal(call)) for entry in registry.implementations(operator))
         return Choice(operator, name, None, tuple(f"{entry}: {reason}" for entry, reason in refusals))
-    return Choice(operator, name, chosen.name, tuple(f"{entry}: {reason}" for entry, reason in refused))
+    shown = chosen.name + (f" (takes from the host: {chosen.host})" if chosen.host else "")
+    return Choice(operator, name, shown, tuple(f"{entry}: {reason}" for entry, reason in refused))

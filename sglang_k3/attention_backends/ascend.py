@@ -1,24 +1,31 @@
 """The backend of Kimi models on Ascend NPUs: `--attention-backend ascend`, as SGLang's users know it.
 
-In decode and verify it asks the device for nothing and copies nothing between host and device; of the
-pools it touches the batch's own slots alone. What of a batch the host knows anyway (lengths, the longest
-request) it takes from the host.
+In decode and verify it asks the device for nothing and copies nothing between host and device, but for an
+operator that takes lengths from the host (ascend_lengths.py); of the pools it touches the batch's own slots
+alone. What of a batch the host knows anyway (lengths, the longest request) it takes from the host. What the
+scheduler writes on a stream of its own, the tables of slots, is read once, before the layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.distributed import divide
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.runtime_context import get_parallel
 
+from sglang_k3.attention_backends.ascend_lengths import CopiedLengths
 from sglang_k3.attention_backends.ascend_metadata import AscendMetadata
 from sglang_k3.attention_backends.ascend_records import DeviceRecords
 from sglang_k3.attention_backends.hybrid import DraftBackend, K3HybridBackend
 from sglang_k3.attention_backends.kda import K3KDABackend
 from sglang_k3.attention_backends.mla import K3MLABackend
 from sglang_k3.kernels.ascend import put
+from sglang_k3.kernels.mla.ascend import HostLengths
+from sglang_k3.kernels.registry import Call, resolve
 from sglang_k3.speculative.state_pool import records_of
 
 NAME = "ascend"
@@ -86,6 +93,34 @@ class AscendMLABackend(K3MLABackend):
 
     forward_metadata: AscendMetadata
 
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._runner = model_runner
+        self.asks_lengths = False
+        self.lengths: HostLengths | None = None
+        if model_runner.is_draft_worker:
+            return  # a draft attends by its own operator
+        config = model_runner.model_config
+        dims = {
+            "heads": divide(config.num_attention_heads, get_parallel().attn_tp_size),
+            "latent": config.kv_lora_rank,
+            "rope": config.qk_rope_head_dim,
+            "page": self.token_to_kv_pool.page_size,
+        }
+        call = Call(torch.device(self.device).type, model_runner.dtype, dims=dims)
+        chosen, _ = resolve("mla.paged_attention", call)
+        self.attend, self.asks_lengths = chosen.function, bool(chosen.host)
+
+    def start(self, metadata: AscendMetadata) -> None:
+        """A step begins: the scheduler may write its tables from here on, and an operator that takes lengths
+        from the host gets them on their way."""
+        self.forward_metadata = metadata
+        self._runner.shared_read_done_event = torch.get_device_module(self.device).Event()
+        self._runner.shared_read_done_event.record()
+        self.lengths = None
+        if self.asks_lengths and not metadata.lengths:
+            self.lengths = CopiedLengths(metadata.cu_seqlens.diff(), metadata.prefix_lens)
+
     def _forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """q [T, H*(L+R)], k [T, 1, L+R], v [T, 1, L] -> [T, H*L] in q.dtype."""
         pool, latent = self.token_to_kv_pool, layer.v_head_dim
@@ -105,33 +140,38 @@ class AscendMLABackend(K3MLABackend):
                 queries,
                 cache,
                 layer,
-                batch.rows,
+                batch.table,
                 batch.cu_seqlens,
                 batch.prefix_lens,
                 batch.reach,
                 batch.width,
+                self.lengths,
             )
         return out.reshape(out.shape[0], -1)
 
-    def _attend(self, queries, cache, layer, rows, cu_seqlens, prefix_lens, reach, width) -> torch.Tensor:
+    def _attend(
+        self, queries, cache, layer, table, cu_seqlens, prefix_lens, reach, width, lengths
+    ) -> torch.Tensor:
         return self.attend(
             queries,
             cache,
-            self.req_to_token_pool.req_to_token,
-            rows,
+            table,
+            torch.arange(len(table), device=table.device),
             cu_seqlens,
             prefix_lens,
             layer.scaling,
             layer.v_head_dim,
             reach=reach,
             width=width,
+            lengths=lengths,
         )
 
     def _prefill(self, queries, cache, layer, batch: AscendMetadata) -> torch.Tensor:
         """Request by request and block by block, so that nothing is padded to the longest prompt."""
+        assert batch.table is not None
         out = queries.new_zeros(*queries.shape[:2], layer.v_head_dim)
         begin = 0
-        for n, length in enumerate(batch.lengths):
+        for n, (length, prefix) in enumerate(zip(batch.lengths, batch.prefixes, strict=True)):
             for first in range(0, length, _ROWS):
                 rows = min(_ROWS, length - first)
                 part = slice(begin + first, begin + first + rows)
@@ -139,18 +179,26 @@ class AscendMLABackend(K3MLABackend):
                     queries[part],
                     cache,
                     layer,
-                    batch.rows[n : n + 1],
+                    batch.table[n : n + 1],
                     torch.arange(2, device=queries.device) * rows,
                     batch.prefix_lens[n : n + 1] + first,
                     batch.reach,
                     rows,
+                    partial(_known, rows, prefix + first + rows),
                 )
             begin += length
         return out
 
 
+def _known(rows: int, positions: int) -> tuple[list[int], list[int]]:
+    """`HostLengths` of one request, which the host knows anyway."""
+    return [rows], [positions]
+
+
 class AscendHybridBackend(K3HybridBackend):
     """Routes layers; one metadata object for both children, records opened and closed on the device."""
+
+    full_attn_backend: AscendMLABackend
 
     def init_forward_metadata(self, forward_batch) -> None:
         pool = self.req_to_token_pool
@@ -171,7 +219,7 @@ class AscendHybridBackend(K3HybridBackend):
                 records.settle(pool.mamba_pool, metadata.rows, kept)
                 records.forget(metadata.rows)
                 records.forget_slots(torch.cat([metadata.slots, metadata.track_slots]))
-        self.full_attn_backend.forward_metadata = metadata
+        self.full_attn_backend.start(metadata)
         self.linear_attn_backend.forward_metadata = metadata
 
 

@@ -17,13 +17,16 @@ class AscendMetadata(BatchMetadata):
     """BatchMetadata (its copy_from and copy_to are [N] here, -1 for none), and of the host:
 
     width: most new rows of a request. reach: at least the longest request's positions, new rows included.
-    lengths: new rows of each request (extend). layout: of a prefill's chunks. tracks: some request of a
-    decode batch keeps a checkpoint, or may keep one behind a verify.
+    table [N, reach]: the KV slot of each position, what lies behind a request's length being anything.
+    lengths, prefixes: new rows of each request and cached ones (extend). layout: of a prefill's chunks.
+    tracks: some request of a decode batch keeps a checkpoint, or may keep one behind a verify.
     """
 
     width: int = 1
     reach: int = 1
+    table: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
+    prefixes: tuple[int, ...] = ()
     layout: Plan | None = None
     tracks: bool = False
 
@@ -39,6 +42,7 @@ class AscendMetadata(BatchMetadata):
         slots = pool.translate_mamba_indices(pool.get_mamba_indices(rows)).to(torch.int64)
         seq_lens = batch.seq_lens.to(torch.int64)
         lengths: tuple[int, ...] = ()
+        prefixes: tuple[int, ...] = ()
         width, layout = 1, None
         if decode:
             # A decode batch's seq_lens already count the token it is about to compute.
@@ -52,6 +56,7 @@ class AscendMetadata(BatchMetadata):
                 cu_seqlens = ragged.qo_indptr_device.to(torch.int64)
         else:
             lengths = tuple(int(length) for length in batch.extend_seq_lens_cpu)
+            prefixes = tuple(int(length) for length in batch.extend_prefix_lens_cpu)
             prefix_lens, width = batch.extend_prefix_lens.to(torch.int64), max(lengths, default=1)
             cu_seqlens = torch.nn.functional.pad(batch.extend_seq_lens.to(torch.int64).cumsum(0), (1, 0))
             layout = plan(lengths, len(batch.input_ids), device)
@@ -91,7 +96,9 @@ class AscendMetadata(BatchMetadata):
             copy_to=copy_to,
             width=width,
             reach=reach,
+            table=pool.req_to_token[:, :reach][rows],
             lengths=lengths,
+            prefixes=prefixes,
             layout=layout,
             tracks=tracks,
         )

@@ -23,6 +23,31 @@ def operators() -> Any:
 
 
 @cache
+def package_operator(package: str, namespace: str, name: str) -> Any | None:
+    """torch.ops.NAMESPACE.NAME as an installed package registers it; None without the package or in one that
+    has no such operator."""
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return None
+    return getattr(getattr(torch.ops, namespace), name, None)
+
+
+@cache
+def package_function(module: str, name: str) -> Any | None:
+    """A Python function of an installed package; None without the package or in one that has none."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def absent(package: str, operator: str) -> str:
+    """The reason of an implementation whose package is not there."""
+    return f"{operator} comes with {package}, which is not installed or has none"
+
+
+@cache
 def chip() -> str:
     """The SoC's name as CANN reports it, such as Ascend950PR_9579; "" without a device."""
     npu = getattr(torch, "npu", None)

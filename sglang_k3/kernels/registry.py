@@ -41,17 +41,23 @@ _MODULES = tuple(
 ) + tuple(
     f"sglang_k3.kernels.{path}"
     for path in (
+        "rotary.reference",
         "linear.ascend",
         "rms_norm.ascend",
+        "rotary.ascend",
         "short_conv.ascend",
+        "short_conv.ascend_fused",
         "kda.ascend",
         "kda.ascend_chunk",
+        "kda.ascend_fused",
         "gated_rms_norm.ascend",
         "attention_residual.ascend",
         "activation.ascend",
         "output_gate.ascend",
         "mla.ascend",
+        "mla.ascend_fused",
         "moe.ascend",
+        "moe.ascend_mx",
         "block_attention.ascend",
     )
 )
@@ -74,7 +80,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator. `exact` says whether its rows are batch-invariant."""
+    """One way to compute an operator. `exact` says whether its rows are batch-invariant.
+
+    `host` names what it has to know on the host, which makes a step on a device wait once for a copy; empty
+    for none.
+    """
 
     operator: str
     name: str
@@ -83,6 +93,7 @@ class Implementation:
     exact: bool
     device: str
     supports: Callable[[Call], str | None]
+    host: str = ""
 
     def refusal(self, call: Call) -> str | None:
         """None when the call can be taken, else the reason it can't."""
@@ -109,6 +120,7 @@ def register(
     exact: bool = False,
     device: str = "cpu",
     supports: Callable[[Call], str | None] = lambda call: None,
+    host: str = "",
 ):
     """Decorator. Higher `preference` is asked first; the reference registers with 0, device "any"."""
 
@@ -116,7 +128,7 @@ def register(
         entries = _implementations.setdefault(operator, [])
         if any(e.name == name for e in entries):
             raise ValueError(f"{operator} already has an implementation named {name!r}")
-        entries.append(Implementation(operator, name, function, preference, exact, device, supports))
+        entries.append(Implementation(operator, name, function, preference, exact, device, supports, host))
         entries.sort(key=lambda e: -e.preference)
         return function
 

@@ -139,7 +139,7 @@ class DSparkDraftModel(nn.Module):
         self.norm = RMSNorm(draft.hidden_size, draft.eps)
         self.markov_head = MarkovHead(draft)
         self.confidence_head = ConfidenceHead(draft) if draft.confidence else None
-        self.rotary = Rotary(draft)
+        self.rotary = Rotary(draft, choose("rotary", kernel_call()))
         self.activation_dtype = activation_dtype()
         self.embed_tokens: nn.Module | None = None
         self.lm_head: Any = None

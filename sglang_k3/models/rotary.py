@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sglang_k3.kernels.rotary import reference
 from sglang_k3.models.dspark_config import DraftConfig
 
 _Holder: Any = PretrainedConfig
@@ -21,8 +23,10 @@ class Rotary(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, turn: Callable[..., torch.Tensor] = reference.rotary) -> None:
+        """turn: the implementation of the operator "rotary"."""
         super().__init__()
+        self.turn = turn
         rope = dict(config.rope)
         width, kind = config.head_dim, rope["rope_type"]
         if kind == "default":
@@ -43,7 +47,4 @@ class Rotary(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [T, H, D], positions [T] int64 -> [T, H, D] in x's dtype."""
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        first, second = x.float().chunk(2, dim=-1)
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return turned.to(x.dtype)
+        return self.turn(x, self.cos[positions], self.sin[positions])

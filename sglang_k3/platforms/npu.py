@@ -30,6 +30,16 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
     if view.device == "npu" and serves(server_args):
         _leave_graphs_out(server_args)
+        _order_the_schedulers_writes()
+
+
+def _order_the_schedulers_writes() -> None:
+    """SGLang orders its scheduler's writes to the tables of slots behind a pass that reads them, but on other
+    devices than CUDA only where this is set. Every process that it starts inherits the variable."""
+    from sglang.srt.environ import envs
+
+    if not envs.SGLANG_ENABLE_WAR_BARRIER.is_set():
+        envs.SGLANG_ENABLE_WAR_BARRIER.set(True)
 
 
 def _leave_graphs_out(server_args: Any) -> None:

@@ -15,6 +15,7 @@ from sglang_k3.kernels.kda import ascend, ascend_chunk, reference
 from sglang_k3.kernels.linear import ascend as linear_ascend
 from sglang_k3.kernels.linear import reference as linear_reference
 from sglang_k3.kernels.mla import ascend as mla_ascend
+from sglang_k3.kernels.mla import ascend_fused as mla_fused
 from sglang_k3.kernels.mla import reference as mla_reference
 from sglang_k3.kernels.registry import Call, NoImplementation, choose, implementations, resolve
 from sglang_k3.kernels.short_conv import ascend as conv_ascend
@@ -80,6 +81,45 @@ def test_the_activation_without_betas_is_never_taken():
     assert "beta" in (entry.refusal(Call("npu", torch.bfloat16)) or "")
     with pytest.raises(RuntimeError, match="beta"):
         entry.function(torch.ones(1, 4), 4.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    "operator, name, dims, reasons",
+    [
+        (
+            "activation.gated",
+            "sgl_kernel_npu situ",
+            {},
+            ("sgl_kernel_npu, which is not installed", "float32"),
+        ),
+        ("kda.gate", "sgl_kernel_npu fused_kda_gate_npu", {}, ("sgl_kernel_npu, which is not", "float32")),
+        (
+            "short_conv.decode",
+            "sgl_kernel_npu causal_conv1d",
+            {},
+            ("sgl_kernel_npu, which is not", "float32"),
+        ),
+        (
+            "kda.commit",
+            "CANN commit_recurrent_kda_replayssm, u and k in fp16",
+            {},
+            ("Ascend 950", "Ascend 950"),
+        ),
+        ("kda.commit", "CANN commit_recurrent_kda_replayssm, u and k in fp16", {"V": 96}, ("V 128", "V 128")),
+        ("mla.paged_attention", "CANN flash_mla_with_kvcache", {}, ("columns apart", "columns apart")),
+        ("mla.paged_attention", "CANN flash_mla_with_kvcache", {"joined": 1}, ("Ascend 950", "Ascend 950")),
+    ],
+)
+def test_packages_that_are_not_there_are_refused_by_name(operator, name, dims, reasons):
+    (entry,) = [one for one in implementations(operator) if one.name == name]
+    for dtype, reason in zip((torch.bfloat16, torch.float32), reasons, strict=True):
+        assert reason in (entry.refusal(Call("npu", dtype, dims=dims)) or "")
+
+
+def test_quantised_rows_are_for_half_precision_and_whole_pairs_of_blocks():
+    (entry,) = [one for one in implementations("moe.experts_mxfp4") if "mx_quant" in one.name]
+    assert "too coarse" in (entry.refusal(Call("npu", torch.float32)) or "")
+    assert "width 96" in (entry.refusal(Call("npu", torch.bfloat16, dims={"width": 96})) or "")
 
 
 def test_exact_mode_has_no_npu_kernels():
@@ -318,8 +358,8 @@ def test_linear_maps():
 
 @pytest.mark.parametrize("heads, padded", [(6, 8), (8, 8), (12, 16), (96, 128)])
 def test_fused_attention_pads_its_heads(heads: int, padded: int):
-    assert mla_ascend.padded_heads(heads) == padded
+    assert mla_fused.padded_heads(heads) == padded
     fits = Call("npu", torch.bfloat16, dims={"heads": heads, "latent": 512, "rope": 64, "page": 128})
-    assert mla_ascend.fused_supports(fits) is None
-    assert "page" in (mla_ascend.fused_supports(Call("npu", torch.bfloat16, dims={"page": 16})) or "")
-    assert "float32" in (mla_ascend.fused_supports(Call("npu", torch.float32)) or "")
+    assert mla_fused.fused_supports(fits) is None
+    assert "page" in (mla_fused.fused_supports(Call("npu", torch.bfloat16, dims={"page": 16})) or "")
+    assert "float32" in (mla_fused.fused_supports(Call("npu", torch.float32)) or "")

@@ -51,3 +51,19 @@ def test_a_decode_asks_the_host_for_nothing_undeclared(loop, emulator, model, ca
     with capsys.disabled():
         print("\na decode step,", report(log))
     loop.finish(*requests)
+
+
+def test_the_scheduler_writes_its_tables_behind_a_step_that_reads_them(loop, emulator, model):
+    """SGLang has the barrier on CUDA alone; on an NPU we switch it on."""
+    prompts = [ids[: 40 + 9 * n] for n, ids in enumerate(workload.prompts(model)[:8:2])]
+
+    def races(name: str, drop: str | None) -> tuple[list[str], list[str]]:
+        with emulator.held_back(0, drop=drop) as streams:
+            requests = [loop.admit(f"{name}{n}", ids, 6) for n, ids in enumerate(prompts)]
+            loop.finish(*requests)
+        return streams.races, [line for line in streams.waits if "_apply_war_barrier" in line]
+
+    found, barriers = races("ordered", None)
+    assert found == [] and barriers
+    found, _ = races("loose", barriers[0])
+    assert found and all("writes what" in race and "ascend_metadata.py" in race for race in found)

@@ -7,39 +7,17 @@ tests/kernels/test_ascend_kernels.py).
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.npu import workload
 from tests.npu.declared import report, undeclared
-from tests.npu.workload import FLAGS, MARK, ROOT, SPECULATION
 
 
 @pytest.fixture(scope="module")
-def cpu_tokens(model: str) -> list[list[int]]:
-    """The same workload's tokens from the CPU server's scheduler, in a process that knows no NPU."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.npu.workload", "cpu", model],
-        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(lines[0].removeprefix(MARK))
-
-
-@pytest.fixture(scope="module")
-def loop(emulator, model: str):
-    from sglang_k3.testing.loop import Loop
-
-    return Loop("--model-path", model, *FLAGS, *SPECULATION, device="npu")
+def loop(speculating) -> Any:
+    return speculating
 
 
 def test_our_classes_serve_and_no_state_has_a_draft_dimension(loop):
@@ -56,10 +34,10 @@ def test_our_classes_serve_and_no_state_has_a_draft_dimension(loop):
     assert "plain" in pool.records.form.name
 
 
-def test_thirty_requests_give_the_cpu_servers_tokens(loop, model, cpu_tokens):
+def test_thirty_requests_give_the_cpu_servers_tokens(loop, model):
     requests = workload.run(loop, workload.prompts(model))
     got = workload.tokens(requests)
-    assert len(got) == workload.REQUESTS and got == cpu_tokens
+    assert len(got) == workload.REQUESTS and got == workload.on_cpu(model)
     assert len({tuple(tokens) for tokens in got}) > 20
     assert sum(request.cached_tokens > 0 for request in requests) >= 20
     assert sum(request.retraction_count for request in requests) >= 1
@@ -87,6 +65,6 @@ def test_the_table_of_operators_says_what_served(loop):
     from sglang_k3.kernels import registry
     from tests.npu import table
 
-    chosen = {key[0] for key in registry._choices if key[1] == "npu"}
+    chosen = {(key[0], choice.name) for key, (choice, _) in registry._choices.items() if key[1] == "npu"}
     assert chosen == table.SERVED
     assert table.TARGET.read_text() == table.text()

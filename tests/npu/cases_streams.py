@@ -1,5 +1,5 @@
-"""Tier (e): streams that run as late as they legally may. Tokens must not change, and a wait that is left out
-must be noticed.
+"""Tiers (e) and (d). Streams that run as late as they legally may: tokens must not change, and a wait that is
+left out must be noticed. And torch_npu's own stream sanitizer over the same requests.
 
 Not proven here: the order of memory inside a stream, collectives, graphs, or that torch_npu's own allocator
 orders what a real device needs ordered.
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.npu import workload
-from tests.npu.workload import FLAGS, SPECULATION
+from tests.npu.sanitizer import watching
 
 SEEDS = range(10)
 
@@ -22,10 +22,8 @@ NEW_TOKENS = 5
 
 
 @pytest.fixture(scope="module")
-def loop(emulator, model: str):
-    from sglang_k3.testing.loop import Loop
-
-    return Loop("--model-path", model, *FLAGS, *SPECULATION, device="npu")
+def loop(speculating) -> Any:
+    return speculating
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +81,31 @@ def test_tokens_do_not_depend_on_the_order_of_streams(loop, emulator, asked, at_
 def test_every_wait_between_streams_is_needed(loop, emulator, asked, at_once, capsys):
     """Each line of code that makes one stream wait for another is left out."""
     with emulator.held_back(0) as streams:
-        run(loop, asked[:1], "count")
+        run(loop, asked, "count")
     lines = list(dict.fromkeys(streams.waits))
     assert lines
     noticed: dict[str, str] = {}
     for number, line in enumerate(lines):
         with emulator.held_back(0, drop=line) as without:
-            assert run(loop, asked[:1], f"drop-{number}") == at_once[:1]
+            assert run(loop, asked, f"drop-{number}") == at_once
         if without.races:
             noticed[line] = without.races[0]
     with capsys.disabled():
         for line in lines:
             print(f"\nleft out: {line}: {noticed.get(line, 'NOT NOTICED')}", end="")
-    assert set(noticed) == set(lines)
+    # With drafts the host waits for a verify's lengths before the scheduler writes its tables again, so that
+    # barrier orders nothing more; without drafts it does (cases_decode.py).
+    assert set(noticed) == {line for line in lines if "_apply_war_barrier" not in line}
+
+
+def test_torch_npus_own_sanitizer_finds_no_race(loop, asked, at_once):
+    with watching(loop) as reports:
+        assert run(loop, asked, "watched") == at_once
+    assert reports.launches > 5000
+    assert reports.races == [] and reports.unrecorded == []
+
+
+def test_the_sanitizer_finds_races_where_no_wait_is_heard(loop, asked):
+    with watching(loop, deaf=True) as reports:
+        run(loop, asked, "deaf")
+    assert len(reports.races) > 50 and any("ascend" in race for race in reports.races)

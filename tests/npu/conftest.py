@@ -1,5 +1,5 @@
-"""Cases that run in the NPU tier's own environment: `make test-npu`. One process a file, because SGLang keeps
-one configuration a process."""
+"""Cases that run in the NPU tier's own environment: `make test-npu`, which says which files share a process.
+SGLang keeps one configuration a process."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     target: Path = tmp_path_factory.mktemp("dense")
     dense.unpack(ROOT / "examples" / "tiny-k3", target)
     return str(target)
+
+
+@pytest.fixture(scope="session")
+def speculating(emulator, model: str) -> Any:
+    """The scheduler with a draft on the emulated NPU, for all files of a process."""
+    from sglang_k3.testing.loop import Loop
+    from tests.npu.workload import FLAGS, SPECULATION
+
+    return Loop("--model-path", model, *FLAGS, *SPECULATION, device="npu")

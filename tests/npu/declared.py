@@ -10,6 +10,8 @@ DECLARED = {
     ("broken_requests.py", "read"): "with them, whether a request's logits broke (it is copied already)",
     ("dflash_info_v2.py", "prepare_for_decode"): "SGLang sends the lengths it allocated for",
     ("checkpoints.py", "decode_checkpoint"): "SGLang sends the slots that checkpoints go to",
+    ("ascend_lengths.py", "__init__"): "each request's lengths, for fused-infer attention alone",
+    ("ascend_lengths.py", "__call__"): "they are waited for by the first layer that attends",
     ("ascend_records.py", "look"): "one byte: whether records were found stale",
     ("broken_requests.py", "__init__"): "one byte a request: whether its logits broke",
     ("broken_requests.py", "mark_broken"): "SGLang's copy of the step's tokens, inside our hook",

@@ -125,6 +125,7 @@ class Emulator:
         aten, npu = (torch.library.Library(name, "IMPL") for name in ("aten", "npu"))
         self._libraries += [aten, npu]
         registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
+        differentiated = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutogradPrivateUse1"))
         for name in registered | _left_to_the_host(registered):
             namespace, _, rest = name.partition("::")
             packet, _, overload = rest.partition(".")
@@ -138,7 +139,25 @@ class Emulator:
                 kernel = self._copy
             library = aten if namespace == "aten" else npu
             library.impl(rest, partial(kernel, op), "PrivateUse1", allow_override=True)
+            if namespace == "aten" and name in differentiated:
+                # On a 950 torch_npu launches from there.
+                library.impl(rest, partial(kernel, op), "AutogradPrivateUse1", allow_override=True)
         self._runtime.stub_listen(self._listener)
+
+    def provide(self, namespace: str, schema: str, meta: Callable[..., Any]) -> None:
+        """An operator of a package that is not here. schema: as the package declares it. meta: its results'
+        shapes. What it computes is in references.py, under NAMESPACE::NAME (or NAME for npu)."""
+        library = torch.library.Library(namespace, "FRAGMENT")
+        self._libraries.append(library)
+        name = library.define(schema)
+        library.impl(name, meta, "Meta")
+        op = getattr(getattr(torch.ops, namespace), name).default
+        names = [argument.name for argument in op._schema.arguments]
+
+        def by_name(*args: Any, **kwargs: Any) -> Any:
+            return self._call(op, **dict(zip(names, args, strict=False)), **kwargs)
+
+        library.impl(name, by_name, "PrivateUse1")
 
     # --- what the runtime says ---------------------------------------------------------------------------
 
@@ -192,12 +211,12 @@ class Emulator:
             self.streams.drain(self._raw_stream(0))
 
     def _function(self, op: Any) -> Callable[..., Any]:
-        if op.namespace != "npu":
+        if op.namespace == "aten":
             return op
-        name = op._schema.name.removeprefix("npu::")
-        reference = references.REFERENCES.get(name)
+        name = op._schema.name
+        reference = references.REFERENCES.get(name.removeprefix("npu::"))
         if reference is None:
-            raise NotImplementedError(f"npu::{name} has no reference in tests/npu/references.py")
+            raise NotImplementedError(f"{name} has no reference in tests/npu/references.py")
         return reference
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,11 +226,23 @@ class Emulator:
             return self._at_once(op, args, kwargs)
         if self.log is not None:
             self.log.launches += 1
-        if self.streams is None or op.namespace == "npu":
-            if self.streams is not None:
-                self.streams.drain(self._raw_stream(0))
+        if self.streams is None:
             return self._at_once(op, args, kwargs)
+        if op.namespace != "aten":
+            return self._now(op, args, kwargs)
         return self._queued(op, args, kwargs)
+
+    def _now(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What cannot be queued is computed when it is called, behind its stream; to the clocks it is a
+        launch like any other."""
+        assert self.streams is not None
+        stream = self._raw_stream(0)
+        self.streams.drain(stream, waited=False)
+        result = self._at_once(op, args, kwargs)
+        reads, writes = _accesses(op, args, kwargs)
+        writes |= {leaf.untyped_storage().data_ptr() for leaf in _leaves(result) if _is_npu(leaf)} - reads
+        self.streams.launched(stream, f"{op.name()} ({_where()})", reads, writes)
+        return result
 
     def _to_host(self, alias: dict[int, tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -294,8 +325,7 @@ class Emulator:
             )
         except (NotImplementedError, RuntimeError):
             # No meta kernel: nothing can be said about the result before it is there.
-            self.streams.drain(self._raw_stream(0))
-            return self._at_once(op, args, kwargs)
+            return self._now(op, args, kwargs)
         for twin, original in alias.values():
             if twin.shape != original.shape:
                 original.resize_(twin.shape)

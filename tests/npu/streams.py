@@ -79,6 +79,14 @@ class Streams:
         writes: Collection[int] = (),
     ) -> None:
         """reads, writes: addresses of the tensors' memory."""
+        self.launched(stream, name, reads, writes)
+        self._queues[stream].append(_Item(name, run=work))
+        self._advance()
+
+    def launched(
+        self, stream: int, name: str, reads: Collection[int] = (), writes: Collection[int] = ()
+    ) -> None:
+        """Look at what a launch touches; of one that the emulator computes at once, that is all."""
         self._numbers[stream] += 1
         number, knows = self._numbers[stream], self._knows[stream]
         _join(knows, self._host)
@@ -87,8 +95,6 @@ class Streams:
             self._touch(address, stream, number, name, write=False)
         for address in writes:
             self._touch(address, stream, number, name, write=True)
-        self._queues[stream].append(_Item(name, run=work))
-        self._advance()
 
     def _touch(self, address: int, stream: int, number: int, name: str, *, write: bool) -> None:
         touched, knows = self._memory[address], self._knows[stream]
@@ -142,11 +148,13 @@ class Streams:
 
     # --- running -----------------------------------------------------------------------------------------
 
-    def drain(self, stream: int) -> None:
-        """Run everything on a stream, and of the others what it waits for; the host has waited for it."""
+    def drain(self, stream: int, *, waited: bool = True) -> None:
+        """Run everything on a stream, and of the others what it waits for. waited: a device's host would have
+        waited for it too, and not the emulator alone."""
         while self._queues[stream]:
             self._step(stream)
-        _join(self._host, self._knows[stream])
+        if waited:
+            _join(self._host, self._knows[stream])
 
     def drain_all(self) -> None:
         for stream in list(self._queues):

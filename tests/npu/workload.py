@@ -1,6 +1,6 @@
 """Thirty greedy requests with what moves a state: chunked prompts, prefix hits, drafts, retraction.
 
-    python -m tests.npu.workload DEVICE MODEL      the tokens of each request as JSON, for the CPU to compare
+    python -m tests.npu.workload MODEL REQUESTS      a CPU's tokens of the first requests as JSON
 
 The same schedule on either device: turns of the event loop, not times, say when a request comes.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,17 +64,31 @@ def tokens(requests: list[Any]) -> list[list[int]]:
     return [list(request.output_ids) for request in requests]
 
 
-def main(device: str, model: str) -> None:
+def on_cpu(model: str, requests: int = REQUESTS) -> list[list[int]]:
+    """The tokens of the first requests from the CPU server's scheduler, in a process that knows no NPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.npu.workload", model, str(requests)],
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix(MARK))
+
+
+def main(model: str, requests: str) -> None:
     from tests.npu import stand_ins
 
-    if device == "cpu":
-        # transformers would load it, and SGLang then ask for an NPU.
-        vars(sys)["modules"]["torch_npu"] = None
+    # transformers would load it, and SGLang then ask for an NPU.
+    vars(sys)["modules"]["torch_npu"] = None
     stand_ins.install()
     from sglang_k3.testing.loop import Loop
 
-    loop = Loop("--model-path", model, *FLAGS, *SPECULATION, device=device)
-    print(MARK + json.dumps(tokens(run(loop, prompts(model)))), flush=True)
+    loop = Loop("--model-path", model, *FLAGS, *SPECULATION)
+    asked = prompts(model)[: int(requests)]
+    print(MARK + json.dumps(tokens(run(loop, asked))), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ for each drafted row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -197,19 +198,15 @@ def commit(
 ) -> None:
     """See `reference.commit`. tracking False: the host knows that no checkpoint lies in these runs, and a
     request's slot is all that is written."""
-    layers, ring = state_pools.shape[0], bank_u.shape[2]
+    ring = bank_u.shape[2]
     some = (slots >= 0) & (counts > 0)
     tracks = some & (track_offsets >= 0) & (track_offsets <= counts)
     _, places = present(slots)
     index = torch.arange(ring, device=slots.device)
     at = (starts.unsqueeze(1) + index) % ring
-    each = max(1, state_pools[0, 0].numel() * 4 * max(len(slots), 1))
-    group = max(1, _COMMIT_BYTES // each)
-    for first in range(0, layers, group):
-        pools = state_pools[first : first + group]
-        banks = (
-            bank[first : first + group][:, bank_rows.unsqueeze(1), at] for bank in (bank_u, bank_k, bank_g)
-        )
+    for part in layer_groups(state_pools, len(slots)):
+        pools = state_pools[part]
+        banks = (bank[part][:, bank_rows.unsqueeze(1), at] for bank in (bank_u, bank_k, bank_g))
         u, k, g = (rows.float().transpose(2, 3) for rows in banks)
         before = pools[:, places].float()
 
@@ -221,6 +218,14 @@ def commit(
             wanted, to = present(targets)
             mask = wanted.view(1, -1, 1, 1, 1)
             pools[:, to] = torch.where(mask, _after(before, u, k, g, numbers).to(pools.dtype), pools[:, to])
+
+
+def layer_groups(state_pools: torch.Tensor, requests: int) -> Iterator[slice]:
+    """Layers of state_pools [L, S, H, V, K] whose states of so many requests are held at a time."""
+    each = max(1, state_pools[0, 0].numel() * 4 * max(requests, 1))
+    group = max(1, _COMMIT_BYTES // each)
+    for first in range(0, state_pools.shape[0], group):
+        yield slice(first, first + group)
 
 
 def _after(

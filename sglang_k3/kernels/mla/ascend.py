@@ -6,13 +6,40 @@ and never the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_k3.kernels.ascend import DEVICE, request_of_row
-from sglang_k3.kernels.registry import Call, register
+from sglang_k3.kernels.registry import register
+
+HostLengths = Callable[[], tuple[list[int], list[int]]]
+"""New rows of each request, and its positions with them, known to the host; asking may wait for a copy."""
 
 _KEYS = 2048
 """Cached positions gathered at a time."""
+
+
+class Grid:
+    """Packed rows [T, ...] as [N, width, ...] and back; rows past cu_seqlens[-1] are padding."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, rows: int, width: int) -> None:
+        self._shape = len(cu_seqlens) - 1, width
+        self._request, self._place, self._padding = request_of_row(cu_seqlens, rows)
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """Places without a row are zero."""
+        requests, width = self._shape
+        grid = rows.new_zeros(requests + 1, width, *rows.shape[1:])
+        # Padding lands behind the last request.
+        request = torch.where(self._padding, requests, self._request)
+        grid[request, torch.where(self._padding, 0, self._place)] = rows
+        return grid[:-1]
+
+    def gather(self, grid: torch.Tensor) -> torch.Tensor:
+        """Rows of padding are zero, whatever stands in the grid."""
+        rows = grid[self._request, self._place.clamp(max=self._shape[1] - 1)]
+        return rows.masked_fill(self._padding.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 @register("mla.paged_attention", "npu torch", preference=10, device=DEVICE)
@@ -28,20 +55,17 @@ def paged_attention(
     *,
     reach: int,
     width: int,
+    lengths: HostLengths | None = None,
 ) -> torch.Tensor:
     """See `reference.paged_attention`, but for the cache, which comes in two parts: [S, latent], [S, R].
 
     reach: at least as many positions as the longest request has, its new rows included; width: at least as
-    many new rows as any request has. Both bound the work alone.
+    many new rows as any request has. Both bound the work alone. lengths: not asked for.
     """
-    requests, (tokens, heads, columns) = len(request_rows), q.shape
-    request, place, padding = request_of_row(cu_seqlens, tokens)
-    grid = q.new_zeros(requests + 1, width, heads, columns)
-    # Padding lands behind the last request.
-    grid[torch.where(padding, requests, request), torch.where(padding, 0, place)] = q
+    grid = Grid(cu_seqlens, q.shape[0], width)
     counts = cu_seqlens.diff()
-    out = _grid_attention(grid[:-1], cache, token_table, request_rows, counts, prefix_lens, scale, reach)
-    return out[request, place.clamp(max=width - 1)].masked_fill(padding.view(-1, 1, 1), 0.0).to(q.dtype)
+    out = _grid_attention(grid.spread(q), cache, token_table, request_rows, counts, prefix_lens, scale, reach)
+    return grid.gather(out).to(q.dtype)
 
 
 def _grid_attention(
@@ -77,24 +101,3 @@ def _grid_attention(
         mixed = mixed * keep + share @ values
         top = highest
     return (mixed / total).view(requests, rows, heads, latent)
-
-
-def padded_heads(heads: int) -> int:
-    """Heads that CANN's fused attention computes for these: the next power of two, up to 128."""
-    size = 1
-    while size < heads:
-        size *= 2
-    return size
-
-
-def fused_supports(call: Call) -> str | None:
-    """Of npu_fused_infer_attention_score_v2 in its latent form."""
-    if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 or float16, not {call.dtype}"
-    for name, wanted in (("latent", 512), ("rope", 64), ("page", 128)):
-        if (found := call.dims.get(name, wanted)) != wanted:
-            return f"its latent form has {name} {wanted}, not {found}"
-    heads = call.dims.get("heads", 1)
-    if padded_heads(heads) > 128:
-        return f"{heads} heads are more than 128"
-    return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from sglang_k3.kernels.activation.reference import gated
-from sglang_k3.kernels.ascend import DEVICE, chip, has_mx, operators
+from sglang_k3.kernels.activation.ascend import gated
+from sglang_k3.kernels.ascend import DEVICE, operators
 from sglang_k3.kernels.moe.reference import check_route
-from sglang_k3.kernels.mx.reference import dequantize_mxfp4
 from sglang_k3.kernels.registry import Call, register
 
 _SIGMOID, _SOFTMAX = 1, 0
-_PER_EXPERT_COUNTS, _M_AXIS, _ONE_TENSOR = 1, 0, 3
+PER_EXPERT_COUNTS, M_AXIS, ONE_TENSOR = 1, 0, 3
+"""group_list_type, group_type and split_item of npu_grouped_matmul, in SGLang's own choice."""
 _MOST_EXPERTS = 2048
 
 
@@ -64,20 +64,56 @@ def route(
     return weights * scaling, ids
 
 
-def check_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> None:
-    """Raises ValueError where the operands of `experts` do not fit together."""
-    tokens, width = x.shape
+def check_choices(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raises ValueError where ids and weights [T, k] do not belong to x [T, D]."""
+    if x.dim() != 2 or ids.shape != weights.shape or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"experts: ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for x {tuple(x.shape)}"
+        )
+
+
+def check_experts(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """Raises ValueError where the dense matrices of `experts` do not fit together."""
+    width = x.shape[1]
     count, rows, columns = w13.shape
     if columns != width or w2.shape != (count, width, rows // 2) or rows % 2:
         raise ValueError(
             f"experts: w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit x {tuple(x.shape)}"
         )
-    if ids.shape != weights.shape or ids.shape[0] != tokens:
-        raise ValueError(
-            f"experts: ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for {tokens} tokens"
-        )
+
+
+def sort_by_expert(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int, first_expert: int
+) -> tuple[torch.Tensor, ...]:
+    """Rows of x [T, D] by expert -> rows [T * k, D], where each (token, choice) went [T * k], rows of each of
+    the `count` experts, and shares [T, k].
+
+    Rows of experts elsewhere are computed with expert 0 and weigh nothing. Counts stay on the device.
+    """
+    local = ids - first_expert
+    elsewhere = (local < 0) | (local >= count)
+    chosen = local.masked_fill(elsewhere, 0).to(torch.int32)
+    rows, row_index, counts, _ = operators().npu_moe_init_routing_v2(
+        x,
+        chosen,
+        active_num=ids.numel(),
+        expert_num=count,
+        drop_pad_mode=0,
+        expert_tokens_num_type=PER_EXPERT_COUNTS,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, count],
+        quant_mode=-1,
+        row_idx_type=0,
+    )
+    return rows, row_index, counts, weights.masked_fill(elsewhere, 0.0)
+
+
+def combine(
+    out: torch.Tensor, row_index: torch.Tensor, shares: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """out [T * k, D] back in the order of (token, choice), then each token's weighted sum, in fp32."""
+    back = out[row_index.long()].view(*shares.shape, -1)
+    return (back.float() * shares.unsqueeze(-1)).sum(1).to(dtype)
 
 
 @register("moe.experts", "torch_npu npu_grouped_matmul", preference=10, device=DEVICE)
@@ -91,31 +127,12 @@ def experts(
     linear_beta: float | None,
     first_expert: int = 0,
 ) -> torch.Tensor:
-    """See `reference.experts`. Counts per expert stay on the device."""
-    check_experts(x, ids, weights, w13, w2)
-    count, npu = w13.shape[0], operators()
-    local = ids - first_expert
-    elsewhere = (local < 0) | (local >= count)
-    # Rows of experts elsewhere are computed with expert 0 and weigh nothing.
-    chosen = local.masked_fill(elsewhere, 0).to(torch.int32)
-    shares = weights.masked_fill(elsewhere, 0.0)
-    rows, row_index, counts, _ = npu.npu_moe_init_routing_v2(
-        x,
-        chosen,
-        active_num=ids.numel(),
-        expert_num=count,
-        drop_pad_mode=0,
-        expert_tokens_num_type=_PER_EXPERT_COUNTS,
-        expert_tokens_num_flag=True,
-        active_expert_range=[0, count],
-        quant_mode=-1,
-        row_idx_type=0,
-    )
+    """See `reference.experts`."""
+    check_choices(x, ids, weights)
+    check_experts(x, w13, w2)
+    rows, row_index, counts, shares = sort_by_expert(x, ids, weights, w13.shape[0], first_expert)
     hidden = gated(_grouped(rows, w13, counts), beta, linear_beta)
-    out = _grouped(hidden, w2, counts)
-    # [T * k] rows back in the order of (token, choice), then each token's weighted sum.
-    back = out[row_index.long()].view(*ids.shape, -1)
-    return (back.float() * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+    return combine(_grouped(hidden, w2, counts), row_index, shares, x.dtype)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -126,40 +143,7 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> 
         [rows],
         [weight.to(rows.dtype).transpose(1, 2)],
         group_list=counts,
-        group_type=_M_AXIS,
-        group_list_type=_PER_EXPERT_COUNTS,
-        split_item=_ONE_TENSOR,
+        group_type=M_AXIS,
+        group_list_type=PER_EXPERT_COUNTS,
+        split_item=ONE_TENSOR,
     )[0]
-
-
-def _mx_supports(call: Call) -> str | None:
-    if has_mx():
-        return None
-    return f"MXFP4 is a format of the Ascend 950 series, and this is {chip() or 'no NPU'}"
-
-
-@register(
-    "moe.experts_mxfp4", "torch_npu, unpacked weights", preference=10, device=DEVICE, supports=_mx_supports
-)
-def experts_mxfp4(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w13_packed: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_packed: torch.Tensor,
-    w2_scale: torch.Tensor,
-    beta: float | None,
-    linear_beta: float | None,
-    first_expert: int = 0,
-) -> torch.Tensor:
-    """See `reference.experts_mxfp4`: weights are unpacked for the step, activations stay as they are.
-
-    Exact in the weights and slow: all experts of this rank are unpacked. CANN's fused expert operators
-    quantise activations to MXFP8 besides.
-    """
-    w13, w2 = (
-        dequantize_mxfp4(packed.flatten(0, 1), scale.flatten(0, 1), x.dtype).unflatten(0, packed.shape[:2])
-        for packed, scale in ((w13_packed, w13_scale), (w2_packed, w2_scale))
-    )
-    return experts(x, ids, weights, w13, w2, beta, linear_beta, first_expert)

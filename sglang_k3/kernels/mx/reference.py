@@ -9,6 +9,7 @@ depend on the batch: the oracles are exact forms too.
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -50,7 +51,7 @@ def quantize_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @registry.register("mx.dequantize_mxfp4", "reference", preference=0, exact=True, device="any")
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed u8 [R, C/2], scale u8 [R, C/32] -> [R, C] in dtype. Exact in fp32 and bf16."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
+    table, _ = _tables(packed.device)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     blocks = table[codes.int()].unflatten(1, (scale.shape[1], BLOCK))
     return (blocks * scale_values(scale).unsqueeze(-1)).flatten(1).to(dtype)
@@ -86,7 +87,14 @@ def dequantize_mxfp8(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """E8M0 bytes u8 [...] -> fp32 [...]: 2^(byte - 127), NaN for 255."""
-    return torch.tensor(E8M0, dtype=torch.float32, device=scale.device)[scale.int()]
+    return _tables(scale.device)[1][scale.int()]
+
+
+@cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each E2M1 code and each E8M0 byte stands for, fp32; sent to a device once, since sending waits."""
+    elements = [*E2M1, *(-value for value in E2M1)]
+    return torch.tensor(elements, device=device), torch.tensor(E8M0, dtype=torch.float32, device=device)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:

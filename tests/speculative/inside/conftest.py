@@ -26,8 +26,12 @@ TINY = Path(__file__).parents[3] / "examples" / "tiny-k3"
 
 def pretend_bf16_instructions(present: bool) -> None:
     """torch computes the same products without them, only slowly."""
-    torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: present
-    torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: present
+    for module, name in (
+        (torch.cpu, "_is_avx512_bf16_supported"),
+        (torch.cpu, "_is_amx_tile_supported"),
+        (torch.ops.mkldnn, "_is_mkldnn_bf16_supported"),
+    ):
+        setattr(module, name, lambda: present)
     native_bf16.cache_clear()
 
 
