@@ -69,10 +69,11 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Worker:
-    """A server that publishes its states, and a subscriber to it for each chooser. scale: of its pools."""
+    """A server that publishes its states. scale: of its pools. sockets: where it publishes and replays, so
+    that another can take its place; free ones where left out."""
 
-    def __init__(self, log: Path, scale: int = 1) -> None:
-        self.sockets = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    def __init__(self, log: Path, scale: int = 1, sockets: tuple[str, str] | None = None) -> None:
+        self.sockets = sockets or (f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}")
         events = {"publisher": "states", "bind": True, "token_ids": False}
         events |= {"endpoint": self.sockets[0], "replay_endpoint": self.sockets[1]}
         flags = ("--model-path", str(TINY), "--device", "cpu", "--dtype", "bfloat16")

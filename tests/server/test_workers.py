@@ -1,0 +1,83 @@
+"""Two real servers, chosen between by their state events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import prefix_cache_traces as traces
+from benchmarks.routing import BY_STATES, IN_TURN, PAGE, Worker, play
+from sglang_k3.prefix_cache.events_subscriber import Subscriber
+from sglang_k3.prefix_cache.routing import Chooser
+from sglang_k3.testing.streams import post
+from sglang_k3.training import tokenizer as bpe
+from sglang_k3.training.data import read_corpus
+from tests.server.conftest import TINY
+
+pytestmark = pytest.mark.verify
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    logs = tmp_path_factory.mktemp("workers")
+    made = {name: Worker(logs / f"{name}.log") for name in ("a", "b")}
+    try:
+        for worker in made.values():
+            worker.server.wait()
+        yield made
+    finally:
+        for worker in made.values():
+            worker.server.close()
+
+
+def test_one_request_at_a_time_every_hit_is_foreseen(workers: dict[str, Worker]) -> None:
+    """And more comes from the caches than where workers take turns."""
+    asked = traces.coding(bpe.load(TINY), read_corpus()).requests[:30]
+    by_states, errors = play(asked, workers, BY_STATES, at_once=1)
+    assert errors == [0] * len(asked)
+    in_turn, _ = play(asked, workers, IN_TURN, at_once=1)
+    assert sum(by_states) > 1.1 * sum(in_turn) > 0
+
+
+def ask(worker: Worker, ids: list[int]) -> int:
+    """Tokens of the prompt that were cached."""
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}}
+    return post(f"{worker.server.url}/generate", body)["meta_info"]["cached_tokens"]
+
+
+def followed(chooser: Chooser, ids: list[int], worker: str, hit: int) -> bool:
+    """Whether the chooser comes to expect that hit of that worker."""
+    for _ in range(50):
+        chooser.refresh()
+        choice = chooser.choose(ids)
+        if (choice.worker, choice.hit) == (worker, hit):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_killed_worker_that_comes_again_is_followed(workers: dict[str, Worker], tmp_path: Path) -> None:
+    """Neither the follower nor the other worker is started anew."""
+    first, second = [7 + i % 900 for i in range(203)], [900 - i % 700 for i in range(203)]
+    for worker in workers.values():
+        worker.flush()
+    subscribers = {name: Subscriber(*worker.sockets, timeout_ms=1000) for name, worker in workers.items()}
+    chooser = Chooser(subscribers, PAGE, stale_s=60.0)
+    try:
+        assert (ask(workers["a"], first), ask(workers["b"], second)) == (0, 0)
+        assert followed(chooser, first, "a", 192) and followed(chooser, second, "b", 192)
+        workers["a"].server.kill()
+        assert followed(chooser, second, "b", 192), "the other one is followed as before"
+        workers["a"] = Worker(tmp_path / "again.log", sockets=workers["a"].sockets)
+        workers["a"].server.wait()
+        assert ask(workers["a"], second) == 0
+        assert ask(workers["a"], first) == 0, "a new process has nothing cached"
+        assert followed(chooser, first, "a", 192)
+        assert (subscribers["a"].restarts, subscribers["b"].restarts) == (1, 0)
+        assert ask(workers["b"], second) == 192
+    finally:
+        for subscriber in subscribers.values():
+            subscriber.close()
