@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_k3 import doctor as examination
+from sglang_k3 import doctor_report
 from sglang_k3.planning import command
 from sglang_k3.prefix_cache import view
 from sglang_k3.prefix_cache.outcome import REASONS
@@ -33,6 +35,12 @@ def commands() -> None:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    report_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Also write a file for a bug report: no paths, names or other variables."
+        ),
+    ] = None,
 ) -> None:
     """Say whether this installation can serve; exit code 1 when anything is wrong."""
     # Importing SGLang prints notes of its own; standard output belongs to the report.
@@ -47,6 +55,14 @@ def doctor(
         print(json.dumps({"healthy": report.healthy, **asdict(report)}, indent=2))
     else:
         _show(report, Console())
+    if report_to is not None:
+        try:
+            doctor_report.write(report, report_to)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"{report_to} cannot be written ({error.strerror}): name another file"
+            ) from None
+        Console(stderr=True).print(f"written: {report_to}", soft_wrap=True)
     if not report.healthy:
         raise typer.Exit(1)
 

@@ -6,16 +6,22 @@ is imported before it is looked for: the report must come out with no torch and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform as python_platform
+import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing import get_context
 from typing import Any
 
 import sglang_k3
-from sglang_k3 import registration, upstream
+from sglang_k3 import doctor_machine, registration, upstream
 from sglang_k3.platforms.served import served_device
+
+_WORKER_LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,29 @@ class Report:
 def examine() -> Report:
     """Look at everything. Takes about 20 seconds, most of them SGLang's imports."""
     report = Report()
+    # It starts anew, as SGLang's workers do, and takes as long as what is looked at here meanwhile.
+    worker = ProcessPoolExecutor(1, get_context("spawn"))
+    loaded = worker.submit(_lost) if _installed("sglang") is not None else None
+    try:
+        _examine(report, loaded)
+    finally:
+        worker.shutdown(wait=False, cancel_futures=True)
+    return report
+
+
+def _examine(report: Report, loaded: Future[list[str]] | None) -> None:
     for name, ok, detail in _versions():
         report.add("versions", name, ok, detail)
     if _installed("torch") is None:
-        return report
-    if _installed("sglang") is not None:
+        return
+    if loaded is not None:
         report.add("platform", "selected", *_platform())
-        for name, ok, detail in _registrations():
+        for name, ok, detail in _registrations(loaded):
             report.add("registrations", name, ok, detail)
+        for name, ok, detail in doctor_machine.sockets():
+            report.add("sockets", name, ok, detail)
+        report.add("machine", "memory", *doctor_machine.memory())
     _kernels(report)
-    return report
 
 
 def _installed(distribution: str) -> str | None:
@@ -112,24 +131,31 @@ def _why_platform() -> str:
     return "neither an NPU nor a GPU is present"
 
 
-def _registrations() -> Iterator[tuple[str, bool, str]]:
-    """Load the plugins as each of SGLang's processes does, then ask every hook and change whether it took."""
+def _registrations(loaded: Future[list[str]]) -> Iterator[tuple[str, bool, str]]:
+    """Of this process, as of the one that reads a server's arguments; and of one that was spawned, as its
+    workers are."""
     try:
-        from sglang.srt.plugins import load_plugins
+        elsewhere = loaded.result(_WORKER_LIMIT_S)
+    except Exception as error:
+        elsewhere = [f"{type(error).__name__}: {error}"]
+    for name, lost in (("plugin", _lost()), ("plugin in a worker", elsewhere)):
+        for line in lost:
+            yield name, False, line
+        if not lost:
+            count = f"{len(registration.hooks())} hooks and {len(registration.changes())} changes"
+            yield name, True, f"{count} are in force"
 
-        load_plugins()
-        lost = registration.failures()
-    except (Exception, SystemExit) as error:
-        yield "plugin", False, f"{type(error).__name__}: {error}"
-        return
-    for line in lost:
-        yield "plugin", False, line
-    if not lost:
-        yield (
-            "plugin",
-            True,
-            f"{len(registration.hooks())} hooks and {len(registration.changes())} changes are in force",
-        )
+
+def _lost() -> list[str]:
+    """Load the plugins as each of SGLang's processes does, then ask every hook and change whether it took."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()
+            return registration.failures()
+        except (Exception, SystemExit) as error:
+            return [f"{type(error).__name__}: {error}"]
 
 
 def _kernels(report: Report) -> None:

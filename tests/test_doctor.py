@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sglang_k3 import doctor_report
 from sglang_k3.upstream import VALIDATED_SGLANG
 from tests.environment import ROOT, link, with_requirements
 
@@ -34,6 +37,9 @@ def test_sound_installation_passes_and_shows_every_choice():
     assert report["healthy"] and all(finding["ok"] for finding in found.values())
     assert "K3CpuPlatform (cpu): neither an NPU nor a GPU" in found["platform", "selected"]["detail"]
     assert "are in force" in found["registrations", "plugin"]["detail"]
+    assert "are in force" in found["registrations", "plugin in a worker"]["detail"]
+    assert {"loopback", "ipc"} == {name for area, name in found if area == "sockets"}
+    assert "GiB available" in found["machine", "memory"]["detail"]
 
     tested = {name.split(" / ")[0] for area, name in found if area == "self-test"}
     assert {"kda.decode", "kda.extend", "short_conv.decode", "mla.paged_attention", "moe.experts"} <= tested
@@ -58,6 +64,7 @@ def test_other_sglang_version_is_named_with_the_remedy(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     found = findings(done)
     version, plugin = found["versions", "sglang"], found["registrations", "plugin"]
+    assert "0.5.99" in found["registrations", "plugin in a worker"]["detail"]
     assert not version["ok"] and "0.5.99" in version["detail"]
     assert f"pip install sglang=={VALIDATED_SGLANG}" in version["detail"]
     assert not plugin["ok"] and "could not register" in plugin["detail"] and "0.5.99" in plugin["detail"]
@@ -114,3 +121,37 @@ def test_without_torch_the_report_still_comes_out(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     assert "torch" in done.stdout and "not installed" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_report_for_strangers_tells_no_paths_names_or_secrets(tmp_path: Path):
+    """What is wrong is still named."""
+    secrets = {"HF_TOKEN": "hf_planted", "SGLANG_K3_RECORDS": "/home/planted-user/private/plain"}
+    done = python(*DOCTOR, "--report", str(tmp_path / "report.json"), SGLANG_PLUGINS="k3cpu", **secrets)
+    assert done.returncode == 1, done.stderr
+    text = (tmp_path / "report.json").read_text()
+    report = json.loads(text)
+    assert not report["healthy"] and report["packages"]["sglang"] == VALIDATED_SGLANG
+    assert report["variables"]["SGLANG_PLUGINS"] == "k3cpu"
+    assert report["variables"]["SGLANG_K3_RECORDS"] == ".../plain"
+    wrong = [finding["detail"] for finding in report["findings"] if not finding["ok"]]
+    assert any("get_model_architecture was never registered" in detail for detail in wrong)
+    for planted in ("hf_planted", "planted-user", str(ROOT), sys.prefix, str(tmp_path)):
+        assert planted not in text
+
+
+def test_texts_of_others_are_scrubbed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor_report.socket, "gethostname", lambda: "node-17")
+    monkeypatch.setattr(doctor_report.getpass, "getuser", lambda: "maria")
+    told = doctor_report.scrubbed
+    assert told("OSError: '/home/maria/models/k3/config.json' is gone (maria@node-17)") == (
+        "OSError: '.../config.json' is gone (USER@HOST)"
+    )
+    assert told("maria's file, marias file; kda.decode / numba; 3/4 of it") == (
+        "USER's file, marias file; kda.decode / numba; 3/4 of it"
+    )
+    assert told("https://docs.sglang.ai/a/b") == "https://docs.sglang.ai/a/b"
+
+
+def test_a_report_that_cannot_be_written_is_said(tmp_path: Path):
+    done = python(*DOCTOR, "--report", str(tmp_path / "none" / "report.json"))
+    assert done.returncode == 2 and "cannot be written" in done.stderr
