@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import warnings
@@ -43,6 +44,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Say whether this installation can serve; exit code 1 when anything is wrong."""
+    if report_to is not None and not os.access(report_to.parent, os.W_OK):
+        raise typer.BadParameter(f"--report {report_to}: there is no folder {report_to.parent} to write to")
     # Importing SGLang prints notes of its own; standard output belongs to the report.
     with (
         contextlib.redirect_stdout(sys.stderr),
@@ -56,12 +59,7 @@ def doctor(
     else:
         _show(report, Console())
     if report_to is not None:
-        try:
-            doctor_report.write(report, report_to)
-        except OSError as error:
-            raise typer.BadParameter(
-                f"{report_to} cannot be written ({error.strerror}): name another file"
-            ) from None
+        doctor_report.write(report, report_to)
         Console(stderr=True).print(f"written: {report_to}", soft_wrap=True)
     if not report.healthy:
         raise typer.Exit(1)
