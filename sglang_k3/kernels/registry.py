@@ -53,6 +53,19 @@ _MODULES = tuple(
         "mla.ascend",
         "moe.ascend",
         "block_attention.ascend",
+        "acceptance.reference",
+    )
+)
+# Our Triton kernels: a file of launches each, which imports Triton when it is called.
+_MODULES += tuple(
+    f"sglang_k3.kernels.{operator}.ascend_triton"
+    for operator in (
+        "kda",
+        "short_conv",
+        "gated_rms_norm",
+        "activation",
+        "attention_residual",
+        "acceptance",
     )
 )
 
