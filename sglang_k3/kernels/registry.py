@@ -66,6 +66,7 @@ _MODULES += tuple(
         "activation",
         "attention_residual",
         "acceptance",
+        "mla",
     )
 )
 

@@ -71,14 +71,15 @@ def _cores() -> int:
     return properties["num_vectorcore"]
 
 
-def programs(items: int) -> tuple[int]:
-    """The grid for so many items: a program a vector core, or an item where there are fewer."""
-    return (min(items, _cores()),)
+def programs(items: int, *, cube: bool = False) -> tuple[int]:
+    """The grid for so many items: a program a vector core, or an item where there are fewer. cube: of a
+    kernel with products, whose program takes a cube unit and the two vector cores beside it."""
+    return (min(items, _cores() // 2 if cube else _cores()),)
 
 
-def start(kernel: Any, items: int) -> Callable[..., None]:
+def start(kernel: Any, items: int, *, cube: bool = False) -> Callable[..., None]:
     """A Triton kernel with the grid for so many items; call it with the kernel's arguments."""
-    return kernel[programs(items)]
+    return kernel[programs(items, cube=cube)]
 
 
 def refusal(call: Call) -> str | None:

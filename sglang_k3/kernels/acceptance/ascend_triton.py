@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from sglang_k3.kernels.acceptance import reference
 from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
 
 _ROWS = 16
+
+register("acceptance.chain", "npu torch", preference=10, device=DEVICE)(reference.chain)
 
 
 @register("acceptance.chain", NAME, preference=PREFERENCE, device=DEVICE, supports=refusal)

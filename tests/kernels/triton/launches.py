@@ -1,12 +1,13 @@
 """Writes what our operators launch at Kimi K3's sizes, for the compile check: python -m ...launches FILE
 
-Run with TRITON_INTERPRET=1. Both tile sizes of KDA are there: which one is launched depends on the batch.
+Run with TRITON_INTERPRET=1. What depends on the batch or the form of the records is there in each way.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ def as_json(launch: Launch) -> dict[str, Any]:
     }
 
 
+def _variants(launch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The launch, and those that differ by the tile of a small batch, a tail, or a checkpoint on the way."""
+    constants = launch["constants"]
+    changes: list[dict[str, Any]] = [{}]
+    if launch["file"].endswith("kda/triton.py"):
+        changes.append({"BV": constants["BV"] // 2})
+    if "TAIL" in constants:
+        changes.append({"RING": 2 * constants["WIDTH"], "TAIL": constants["WIDTH"]})
+    if "TRACK" in constants:
+        changes.append({"TRACK": True})
+    yield from ({**launch, "constants": constants | change} for change in changes)
+
+
 def distinct() -> list[dict[str, Any]]:
     """Each kernel with each set of constants once."""
     found: dict[str, dict[str, Any]] = {}
@@ -32,10 +46,8 @@ def distinct() -> list[dict[str, Any]]:
         with recording(dry=True) as launches:
             work.run()
         for launch in map(as_json, launches):
-            found[json.dumps(launch, sort_keys=True)] = launch
-            if "BV" in launch["constants"] and "pool" in "".join(launch["types"]):
-                half = {**launch, "constants": launch["constants"] | {"BV": launch["constants"]["BV"] // 2}}
-                found[json.dumps(half, sort_keys=True)] = half
+            for one in _variants(launch):
+                found[json.dumps(one, sort_keys=True)] = one
     return list(found.values())
 
 

@@ -16,6 +16,7 @@ from sglang_k3.kernels.activation import ascend_triton as activation
 from sglang_k3.kernels.attention_residual import ascend_triton as residual
 from sglang_k3.kernels.gated_rms_norm import ascend_triton as norm
 from sglang_k3.kernels.kda import ascend_triton as kda
+from sglang_k3.kernels.mla import ascend_triton as mla
 from sglang_k3.kernels.short_conv import ascend_triton as conv
 
 K = V = 128
@@ -170,6 +171,25 @@ def _residual(mixed: int, merged: int) -> Iterator[Workload]:
     )
 
 
+def _attention(ranks: str, length: int) -> Iterator[Workload]:
+    """A decode step of two requests of so many positions, in pages one after another."""
+    heads, latent, rope = HEADS[ranks], 512, 64
+    q, values, ropes = (
+        _random(2, heads, latent + rope),
+        _random(2 * length, latent),
+        _random(2 * length, rope),
+    )
+    table = torch.arange(2 * length, dtype=torch.int32).view(2, length)
+    rows = torch.arange(2)
+    numbers = table, rows, torch.arange(3), rows * 0 + length - 1
+    yield Workload(
+        "mla.paged_attention",
+        ranks,
+        lambda: mla.attention(q, values, ropes, *numbers, 0.1, 1),
+        _count(q, values, ropes) + _count(q) * latent // (latent + rope),
+    )
+
+
 def workloads(requests: int | None = None) -> list[Workload]:
     """On the default device. requests: of KDA, for each number of ranks; left out, as many as fill the cores
     with the larger tiles."""
@@ -177,6 +197,7 @@ def workloads(requests: int | None = None) -> list[Workload]:
         *_kda("TP16", requests or 4),
         *_kda("TP8", requests or 2),
         *(one for ranks in HEADS for one in _conv(ranks, 16)),
+        *(one for ranks in HEADS for one in _attention(ranks, 4096)),
         *_rows(32),
         # Every core loads the key weight once: enough tokens that each has several.
         *_residual(64, 160),
