@@ -59,6 +59,20 @@ _MODULES = tuple(
         "moe.ascend",
         "moe.ascend_mx",
         "block_attention.ascend",
+        "acceptance.reference",
+    )
+)
+# Our Triton kernels: a file of launches each, which imports Triton when it is called.
+_MODULES += tuple(
+    f"sglang_k3.kernels.{operator}.ascend_triton"
+    for operator in (
+        "kda",
+        "short_conv",
+        "gated_rms_norm",
+        "activation",
+        "attention_residual",
+        "acceptance",
+        "mla",
     )
 )
 

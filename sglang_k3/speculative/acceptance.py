@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_k3.kernels.acceptance.reference import chain
+
 
 class Accepted(NamedTuple):
     """counts [N] int64: tokens committed, 1..D (accepted drafts and one more); tokens [N, D]: the new tokens,
@@ -36,8 +38,7 @@ class Accepted(NamedTuple):
 def accept_equal(candidates: torch.Tensor, chosen: torch.Tensor) -> Accepted:
     """candidates [N, D]: anchor and drafts; chosen [N, D]: what the target's sampler chose behind each of
     them."""
-    agrees = candidates[:, 1:] == chosen[:, :-1]
-    return Accepted(agrees.long().cumprod(1).sum(1) + 1, chosen)
+    return Accepted(chain(candidates, chosen), chosen)
 
 
 def accept_by_rejection(

@@ -1,0 +1,177 @@
+"""Our Triton operators as torch sees them: schema, fake results, graphs, registry, any number of cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sglang_k3.kernels import registry, triton_targets
+from sglang_k3.kernels.acceptance import ascend_triton as acceptance
+from sglang_k3.kernels.acceptance import reference as acceptance_reference
+from sglang_k3.kernels.attention_residual import ascend_triton as residual
+from sglang_k3.kernels.attention_residual import reference as residual_reference
+from sglang_k3.kernels.registry import Call
+from tests.kernels.spans import scaled_error
+from tests.kernels.triton.recorder import recording
+
+registry.load()
+EPS = 1e-5
+OURS = [
+    *("acceptance.chain", "activation.gated", "attention_residual.merge_partial", "attention_residual.mix"),
+    *("gated_rms_norm", "kda.commit", "kda.decode", "kda.verify", "mla.paged_attention"),
+    *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
+]
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _arguments() -> dict[str, tuple[Any, ...]]:
+    """Of each torch operator, small."""
+    two, bounds = torch.tensor([2, 1]), torch.tensor([0, 2, 4])
+    none, some = two * 0 - 1, two * 0 + 2
+    x, weight, windows = _random(4, 12), _random(12, 4), _random(3, 3, 12)
+    q, k, v, g = (_random(4, 2, 32, seed=seed) for seed in range(4))
+    step = q, k, v, -g.abs(), _random(4, 2).sigmoid()
+    pool = _random(3, 2, 32, 32)
+    bank = torch.zeros(2, 2, 2, 32), torch.zeros(2, 2, 2, 32), torch.zeros(2, 2, 2, 32)
+    rows = two - 1
+    states = two, two, rows, *(part[None] for part in bank), two * 0, some, none, none
+    return {
+        "acceptance_chain": (torch.zeros(3, 4).long(), torch.ones(3, 4).long()),
+        "gated": (_random(2, 10), 4.0, 25.0),
+        "attention_residual_mix": (_random(2, 10), _random(3, 2, 10), _random(10), EPS),
+        "attention_residual_merge": (_random(2, 10), _random(2, 10), *torch.ones(2, 2), _random(10), EPS),
+        "gated_rms_norm": (_random(2, 2, 5), _random(2, 10), _random(5), EPS),
+        "kda_decode": (*(part[:2] for part in step), pool, two, 0.2),
+        "kda_verify": (*step, pool, two, bounds, rows, *bank, two * 0, two * 0, none, 0.2, 2),
+        "kda_commit": (pool[None], *states, True),
+        "mla_paged_attention": (
+            _random(4, 2, 48),
+            *(_random(192, 32), _random(192, 16)),
+            torch.arange(192).view(3, 64).int(),
+            *(two, bounds, two * 9),
+            *(0.2, 2),
+        ),
+        "short_conv_decode": (x[:2], weight, windows, two),
+        "short_conv_verify": (x, weight, windows, two, bounds, rows, torch.zeros(2, 2, 12)),
+        "short_conv_extend": (x, weight, windows, two, bounds, two > 1, none, none),
+        "short_conv_commit": (windows[None], two, rows, _random(1, 2, 2, 12), some, None, none, none, False),
+    }
+
+
+@pytest.mark.parametrize("name", _arguments())
+def test_an_operator_keeps_to_its_schema_and_its_fake(name: str):
+    """What it mutates is declared, and a graph's tracing gets the right shapes without running it."""
+    operator = getattr(torch.ops.sglang_k3, name).default
+    checks = "test_schema", "test_faketensor"
+    assert set(torch.library.opcheck(operator, _arguments()[name], test_utils=checks).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", _arguments())
+def test_no_operator_reads_a_value_on_the_host(name: str):
+    """Traced with fakes: an item() or a size that depends on data would raise."""
+    arguments = _arguments()[name]
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    operator = getattr(torch.ops.sglang_k3, name).default
+
+    def call(*given: torch.Tensor) -> Any:
+        parts = iter(given)
+        return operator(*(next(parts) if isinstance(x, torch.Tensor) else x for x in arguments))
+
+    with recording() as launches:
+        graph = make_fx(call, tracing_mode="fake")(*tensors)
+    assert not launches
+    assert next(node.target for node in graph.graph.nodes if node.op == "call_function") == operator
+
+
+def test_the_registry_has_each_below_the_torch_form():
+    call = Call("npu", torch.bfloat16)
+    found = {
+        operator: entry
+        for operator in registry.operators()
+        for entry in registry.implementations(operator)
+        if entry.name == triton_targets.NAME
+    }
+    assert sorted(found) == OURS
+    for operator, entry in found.items():
+        if operator == "mla.paged_attention":
+            continue  # it wants to know the page: cases_mla.py
+        assert entry.device == "npu" and not entry.exact and entry.refusal(call) is None
+        assert "float64" in (entry.refusal(Call("npu", torch.float64)) or "")
+        assert registry.resolve(operator, call)[0].name == "npu torch"
+
+
+def test_a_host_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_targets.importlib.util, "find_spec", lambda name: None)
+    assert triton_targets.refusal(Call("npu", torch.bfloat16)) == "triton-ascend is not installed"
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_results_do_not_depend_on_the_number_of_cores(cores: int, monkeypatch: pytest.MonkeyPatch):
+    """Each program then walks over several items."""
+
+    def results() -> list[Any]:
+        out = []
+        for name, arguments in _arguments().items():
+            given = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+            answer = getattr(torch.ops.sglang_k3, name).default(*given)
+            out += [answer, *(x for x in given if isinstance(x, torch.Tensor))]
+        return out
+
+    want = results()
+    monkeypatch.setattr(triton_targets, "_cores", lambda: cores)
+    with recording(cores=cores):
+        got = results()
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+# --- attention residual, acceptance ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("rows", [0, 1, 8])
+def test_mix(dtype: torch.dtype, tolerance: float, rows: int):
+    partial, bank, key = _random(3, 40).to(dtype), _random(rows, 3, 40, seed=1).to(dtype), _random(40, seed=2)
+    with recording():
+        got = residual.mix(partial, bank, key, EPS)
+    want = residual_reference.mix(partial.double(), bank.double(), key.double(), EPS)
+    assert got.dtype == dtype and scaled_error(got, want) < tolerance
+
+
+def test_mix_of_scores_far_apart():
+    """Online or not, the largest score sets the scale: exp of the difference never overflows."""
+    partial, bank = _random(2, 40), _random(4, 2, 40, seed=1)
+    key = 300 * _random(40, seed=2)
+    want = residual_reference.mix(partial.double(), bank.double(), key.double(), EPS)
+    assert scaled_error(residual.mix(partial, bank, key, EPS), want) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_merge_of_a_summary(rows: int):
+    partial, bank, keys = _random(3, 40), _random(rows, 3, 40, seed=1), _random(2, 40, seed=2)
+    summary = residual_reference.block_prepare(bank, keys, EPS)
+    with recording():
+        got = residual.merge_partial(partial, *(part[1] for part in summary), keys[1], EPS)
+    assert (
+        scaled_error(got, residual_reference.mix(partial.double(), bank.double(), keys[1].double(), EPS))
+        < 2e-6
+    )
+
+
+def test_chains_of_every_length():
+    draw = torch.Generator().manual_seed(0)
+    for width in (1, 2, 8):
+        candidates = torch.randint(0, 2, (37, width), generator=draw)
+        chosen = torch.randint(0, 2, (37, width), generator=draw)
+        with recording():
+            got = acceptance.chain(candidates, chosen)
+        assert torch.equal(got, acceptance_reference.chain(candidates, chosen))
+    same = torch.arange(8).repeat(2, 1)
+    assert acceptance.chain(same, same + 1).tolist() == [8, 8]
+    assert acceptance.chain(same, same).tolist() == [1, 1]
