@@ -50,7 +50,7 @@ def source(implementation: registry.Implementation) -> str:
     for package in ("sgl_kernel_npu", "torch_npu", "CANN"):
         if implementation.name.startswith(package):
             return package
-    return "torch"
+    return "ours, in Triton" if implementation.name == "triton" else "torch"
 
 
 def emulated(implementation: registry.Implementation) -> str:
@@ -59,6 +59,8 @@ def emulated(implementation: registry.Implementation) -> str:
         return "served"
     if key in SERVED_ON_A_950:
         return "served on a 950"
+    if implementation.name == "triton":
+        return "interpreter"
     return "no" if "situ_and_mul" in implementation.name else "alone"
 
 
@@ -67,6 +69,7 @@ CHECKED = {
     "torch_npu": "yes",
     "sgl_kernel_npu": "as documented",
     "CANN": "as documented",
+    "ours, in Triton": "its own",
 }
 
 
@@ -93,7 +96,8 @@ def text() -> str:
         "schema, or, *as documented*, against the one that the package's sources declare, no such package",
         "being at hand; and a changed call was noticed (`tests/npu/cases_operators.py`). Emulated: *served*,",
         "the tiny model ran through it under SGLang's scheduler on the emulated NPU",
-        "(`tests/npu/cases_serving.py`, `cases_vendor.py`); *alone*, compared with the oracle on its own.",
+        "(`tests/npu/cases_serving.py`, `cases_vendor.py`); *alone*, compared with the oracle on its own;",
+        "*interpreter*, compared with it in Triton's interpreter and compiled for both chips (kernels.md).",
         "Nothing was run on hardware.",
         "",
         "| " + " | ".join(head) + " |",
