@@ -38,6 +38,8 @@ SERVED_ON_A_950 = {
 }
 """And on an emulated 950, with the checkpoint's packed experts; tests/npu/cases_vendor.py compares."""
 
+OURS = "ours, in Triton"
+
 NEVER_TAKEN = {
     "sgl_kernel_npu situ_and_mul": "no betas",
     "CANN flash_mla_with_kvcache": "SGLang's pool has two parts",
@@ -50,7 +52,7 @@ def source(implementation: registry.Implementation) -> str:
     for package in ("sgl_kernel_npu", "torch_npu", "CANN"):
         if implementation.name.startswith(package):
             return package
-    return "ours, in Triton" if implementation.name == "triton" else "torch"
+    return OURS if implementation.name == "triton" else "torch"
 
 
 def emulated(implementation: registry.Implementation) -> str:
@@ -69,7 +71,7 @@ CHECKED = {
     "torch_npu": "yes",
     "sgl_kernel_npu": "as documented",
     "CANN": "as documented",
-    "ours, in Triton": "its own",
+    OURS: "its own",
 }
 
 
