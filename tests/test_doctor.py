@@ -70,14 +70,15 @@ def test_other_sglang_version_is_named_with_the_remedy(tmp_path: Path):
     assert not plugin["ok"] and "could not register" in plugin["detail"] and "0.5.99" in plugin["detail"]
 
 
-SECRETS = {"HF_TOKEN": "hf_planted", "SGLANG_K3_RECORDS": "/home/planted-user/private/plain"}
-
-
 @pytest.fixture(scope="module")
 def left_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Doctor's run where SGLANG_PLUGINS keeps our plugin out, and the report that it wrote."""
     report = tmp_path_factory.mktemp("doctor") / "report.json"
-    return python(*DOCTOR, "--report", str(report), SGLANG_PLUGINS="k3cpu", **SECRETS), report
+    planted = {"HF_TOKEN": "hf_planted", "SGLANG_K3_RECORDS": "/home/planted-user/private/plain"}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in planted.items():
+            patched.setenv(name, value)
+        return python(*DOCTOR, "--report", str(report), SGLANG_PLUGINS="k3cpu"), report
 
 
 def test_plugin_left_out_is_named(left_out: tuple[subprocess.CompletedProcess[str], Path]):
