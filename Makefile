@@ -27,7 +27,7 @@ help:
 	@echo "make doctor   say whether the installation is sound"
 	@echo "make test     format, lint and type checks, then every test"
 	@echo "make test-npu the Ascend backend on an emulated NPU, in an environment of its own (.venv-npu, 2 GB)"
-	@echo "make npu-compiler  what compiles our Triton kernels for NPUs without one (make test asks for it; 700 MB)"
+	@echo "make npu-compiler  what compiles our Triton kernels for NPUs without one (make verify asks for it; 700 MB)"
 	@echo "make verify   make test and test-npu, then the full matrices (hours)"
 	@echo "make clean    remove .venv, .venv-npu, .npu-compiler and .cache"
 
@@ -67,7 +67,7 @@ npu-compiler: $(STAMP)
 		echo "No compiler for NPUs: triton-ascend or ascendnpu-ir is not to be had here; kernels are not compiled."
 
 # Two files of tests at a time, which the two cores of a small machine take; what measures times runs alone.
-test: lint npu-compiler
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/benchmarks
 	$(BIN)/python -m pytest tests/benchmarks
 
@@ -91,7 +91,7 @@ test-npu: $(NPU_STAMP)
 		xargs -P 2 -I '{}' sh -c 'set --; for name in {}; do set -- "$$@" tests/npu/cases_$$name.py; done; \
 		exec $(NPU_BIN)/python -m pytest -o python_files="cases_*.py" "$$@"'
 
-verify: test test-npu
+verify: test test-npu npu-compiler
 	$(BIN)/python -m pytest -m verify
 
 clean:

@@ -14,7 +14,10 @@ import pytest
 from sglang_k3.kernels.triton_targets import TARGETS, Target
 from tests.kernels.triton import compiler
 
-pytestmark = pytest.mark.skipif(not compiler.available(), reason=compiler.MISSING)
+pytestmark = [
+    pytest.mark.verify,
+    pytest.mark.skipif(not compiler.available(), reason=compiler.MISSING),
+]
 
 EACH_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 

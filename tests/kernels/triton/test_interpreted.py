@@ -11,6 +11,16 @@ from tests.inside import run_cases
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", sorted(FOLDER.glob("cases_*.py")), ids=lambda path: path.stem)
+LONG = ("cases_launches",)
+"""Launches at the largest sizes: a minute."""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.verify if path.stem in LONG else ())
+        for path in sorted(FOLDER.glob("cases_*.py"))
+    ],
+)
 def test_cases_in_the_interpreter(cases: Path):
     run_cases(cases, {"TRITON_INTERPRET": "1"})
