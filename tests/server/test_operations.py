@@ -12,6 +12,7 @@ import requests
 import sglang
 import yaml
 
+from sglang_k3.testing import streams
 from sglang_k3.testing.server_process import draft_flags
 from tests.environment import ROOT
 from tests.server.conftest import TINY
@@ -46,7 +47,9 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log: Path = tmp_path_factory.mktemp("operations") / "log"
     with Server(TINY, log, *flags, *draft, env={"SGLANG_RAGGED_VERIFY_MODE": "compact"}) as server:
         for first in range(3):
-            server.answer([first, *range(100, 160)], 40)
+            # Times between tokens are those of a stream.
+            sampling = {"max_new_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+            streams.generate_ids(server.url, [first, *range(100, 160)], sampling)
         yield requests.get(f"{server.url}/metrics", timeout=30).text
 
 
