@@ -79,12 +79,11 @@ def widen(source: Path, target: Path, width: int, *, noise: float = ROUTER_NOISE
     }
     (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return expert_bytes(target)
+    return expert_bytes(tensors)
 
 
-def expert_bytes(checkpoint: Path) -> int:
-    """Of all routed experts, as stored."""
-    tensors = load_file(checkpoint / "model.safetensors")
+def expert_bytes(tensors: dict[str, Tensor]) -> int:
+    """Of all routed experts of a checkpoint, as stored."""
     return sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
 
 

@@ -136,11 +136,7 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     draw = Draw()
     inputs: Any = rows(draw, s, requests * ROWS, h, "fp32")
     turning = rotation((draw.normal(requests, h, d, d),), (0,), protocol.cold_bytes)
-    slots, spans, bank_rows = (
-        torch.arange(requests),
-        torch.arange(requests + 1) * ROWS,
-        torch.arange(requests),
-    )
+    slots, bank_rows, singly = torch.arange(requests), torch.arange(requests), torch.arange(requests + 1)
     bank = [draw.normal(requests, RING, h, d, scale=0.1) for _ in range(2)]
     bank.append(s.gate_bound * draw.normal(requests, RING, h, d).sigmoid_())
     stacked = [part.unsqueeze(0) for part in bank]
@@ -151,12 +147,13 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     verify, commit = choose("kda.verify", call), choose("kda.commit", call)
     scale = d**-0.5
 
-    def run_verify(tail: int, fold: bool) -> Callable[[], None]:
+    def run_verify(given: Any, spans: torch.Tensor, tail: int, fold: bool) -> Callable[[], None]:
+        """given: new rows, spans [N + 1] of each request."""
         tails, folds = torch.full((requests,), tail), slots if fold else nowhere
 
         def run() -> None:
             (states,) = turning.next()
-            verify(*inputs, states, slots, spans, bank_rows, *bank, start, tails, folds, scale)
+            verify(*given, states, slots, spans, bank_rows, *bank, start, tails, folds, scale)
 
         return run
 
@@ -166,16 +163,6 @@ def forms(requests: int, protocol: Protocol) -> Forms:
     def run_decode() -> None:
         (states,) = turning.next()
         decode(*single, states, slots, scale)
-
-    def run_ring_decode(tail: int, fold: bool) -> Callable[[], None]:
-        tails, folds = torch.full((requests,), tail), slots if fold else nowhere
-
-        def run() -> None:
-            (states,) = turning.next()
-            each = torch.arange(requests + 1)
-            verify(*single, states, slots, each, bank_rows, *bank, start, tails, folds, scale)
-
-        return run
 
     def run_commit() -> None:
         (states,) = turning.next()
@@ -195,10 +182,10 @@ def forms(requests: int, protocol: Protocol) -> Forms:
 
     found = {form.name: steps_of(form) for form in FORMS.values() if not form.at_once and not form.anchored}
     wanted = {*((tail, False) for tail in TAILS), *(step for steps in found.values() for step in steps)}
-    verifies = {step: run_verify(*step) for step in sorted(wanted)}
+    verifies = {step: run_verify(inputs, ROWS * singly, *step) for step in sorted(wanted)}
     last = {ring - 1 for ring in DECODE_RINGS}
     decodes = {
-        step: run_ring_decode(*step)
+        step: run_verify(single, singly, *step)
         for step in [(0, False), *((tail, fold) for tail in sorted(last) for fold in (False, True))]
     }
     for run in (*verifies.values(), *decodes.values()):

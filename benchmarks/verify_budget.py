@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
+from safetensors.torch import load_file
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from benchmarks import many_experts
@@ -295,11 +296,11 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with tempfile.TemporaryDirectory() as name:
-        target = TINY
         if arguments.model == "experts":
             target = Path(name)
-            many_experts.widen(TINY, target, many_experts.width_beyond(l3_bytes()))
-        size = many_experts.expert_bytes(target)
+            size = many_experts.widen(TINY, target, many_experts.width_beyond(l3_bytes()))
+        else:
+            target, size = TINY, many_experts.expert_bytes(load_file(TINY / "model.safetensors"))
         measured = measure(target, arguments.repeats, arguments.forced_seconds, Console(file=sys.stderr))
     report = Report(describe(), arguments.model, size, arguments.repeats, *measured)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def examine() -> Report:
     report = Report()
     # It starts anew, as SGLang's workers do, and takes as long as what is looked at here meanwhile.
     worker = ProcessPoolExecutor(1, get_context("spawn"))
-    loaded = worker.submit(_lost) if _installed("sglang") is not None else None
+    loaded = worker.submit(_lost) if installed("sglang") is not None else None
     try:
         _examine(report, loaded)
     finally:
@@ -73,7 +73,7 @@ def examine() -> Report:
 def _examine(report: Report, loaded: Future[list[str]] | None) -> None:
     for name, ok, detail in _versions():
         report.add("versions", name, ok, detail)
-    if _installed("torch") is None:
+    if installed("torch") is None:
         return
     if loaded is not None:
         report.add("platform", "selected", *_platform())
@@ -85,7 +85,8 @@ def _examine(report: Report, loaded: Future[list[str]] | None) -> None:
     _kernels(report)
 
 
-def _installed(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Its version, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -96,7 +97,7 @@ def _versions() -> Iterator[tuple[str, bool, str]]:
     yield "sglang-k3", True, sglang_k3.__version__
     yield "python", True, python_platform.python_version()
     for name in ("torch", "numba"):
-        version = _installed(name)
+        version = installed(name)
         yield name, version is not None, version or "not installed: pip install 'sglang-k3[cpu]'"
     try:
         registration.check_version()
@@ -185,7 +186,7 @@ def _calls() -> dict[str, Any]:
 
     from sglang_k3.kernels.registry import Call
 
-    if _installed("sglang") is not None and served_device() == "npu":
+    if installed("sglang") is not None and served_device() == "npu":
         return {"fp32": Call("npu", torch.float32), "bf16": Call("npu", torch.bfloat16)}
     return {
         "fp32 exact": Call("cpu", torch.float32, exact=True),

@@ -10,11 +10,10 @@ import platform
 import re
 import socket
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_k3.doctor import Report
+from sglang_k3.doctor import Report, installed
 
 PACKAGES = (
     *(
@@ -54,7 +53,7 @@ def contents(report: Report) -> dict[str, Any]:
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
         },
-        "packages": {name: version for name in PACKAGES if (version := _installed(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
         "variables": {name: scrubbed(os.environ[name]) for name in VARIABLES if name in os.environ},
         **_scrub(told),
     }
@@ -83,13 +82,6 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):
         return ""
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
