@@ -19,12 +19,13 @@ NPU_STAMP := $(NPU_VENV)/.installed
 
 NPU_COMPILER := .npu-compiler
 
-.PHONY: help setup serve demo doctor lint test test-npu npu-compiler verify clean
+.PHONY: help setup serve demo doctor ablation lint test test-npu npu-compiler verify clean
 
 help:
 	@echo "make serve    serve examples/tiny-k3, a small trained Kimi K3, on this CPU (PORT, ARGS)"
 	@echo "make demo     start that server with its draft, complete code, chat, measure it, stop it"
 	@echo "make doctor   say whether the installation is sound"
+	@echo "make ablation measure what each piece adds, once, with a plot (a quarter of an hour; ARGS for more)"
 	@echo "make test     format, lint and type checks, then every test"
 	@echo "make test-npu the Ascend backend on an emulated NPU, in an environment of its own (.venv-npu, 2 GB)"
 	@echo "make npu-compiler  what compiles our Triton kernels for NPUs without one (make verify asks for it; 700 MB)"
@@ -53,6 +54,11 @@ demo: $(STAMP)
 
 doctor: $(STAMP)
 	$(BIN)/sglang-k3 doctor
+
+# Once over the stages, into a folder of its own: the figures in docs are those of longer runs.
+ablation: $(STAMP)
+	$(BIN)/python -m benchmarks.ablation --kind stages --repeats 1 --out .cache/ablation $(ARGS)
+	@echo "The plot is .cache/ablation/ablation-tiny.png (another --model or --out in ARGS: there)."
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

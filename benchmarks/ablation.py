@@ -3,8 +3,9 @@
     python -m benchmarks.ablation --model tiny
 
 Starts a server for every stage: from SGLang's class with plain torch to everything, then everything but one
-piece. All stages run once, then all again (three times by default), so that a drift of the machine spreads
-over them. `sglang.bench_serving` is the client; a warm-up run in front of each stage is not counted.
+piece, then the stages that speculate at one accept length, whatever the draft is worth. All stages run once,
+then all again (three times by default), so that a drift of the machine spreads over them.
+`sglang.bench_serving` is the client; a warm-up run in front of each stage is not counted.
 
 An interrupted run goes on behind its last stage, as long as the commit and the question stay the same.
 """
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,8 @@ class Run(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """docs/benchmarks/ablation-MODEL.json (or -long). stages: in order; alone: everything but one piece."""
+    """docs/benchmarks/ablation-MODEL.json (or -long). stages: in order; alone: everything but one piece;
+    pinned: stages whose every verify step accepts as many tokens."""
 
     machine: Machine
     model: str
@@ -59,6 +62,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     repeats: int
     stages: list[str]
     alone: list[str]
+    pinned: list[str]
     runs: list[Run]
 
     def seconds(self, stage: str, workload: str, concurrency: int) -> list[float]:
@@ -75,8 +79,9 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         ]
 
 
-def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tuple[int, list[Figures]]:
-    """Resident bytes and figures of a fresh server with these features on."""
+def measure_stage(model: Model, stage: features.Stage, loads: Iterable[Load]) -> tuple[int, list[Figures]]:
+    """Resident bytes and figures of a fresh server with this stage's features on."""
+    on = stage.on
     checkpoint = model.packed if features.is_on(on, "packed") else model.dense
     flags = (
         "--model-path",
@@ -90,7 +95,7 @@ def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tu
         server = ServerProcess(
             *flags,
             log=Path(folder) / "server.log",
-            env={VARIABLE: ",".join(sorted(on))},
+            env={VARIABLE: ",".join(sorted(on)), **features.server_env(stage)},
             module="benchmarks.stages.server",
         )
         with server:
@@ -100,7 +105,7 @@ def measure_stage(model: Model, on: frozenset[str], loads: Iterable[Load]) -> tu
 
 
 KINDS = {
-    "all": "every stage, then everything but one piece",
+    "all": "every stage, then everything but one piece, then those that speculate at one accept length",
     "stages": "every stage",
     "ends": "the first stage, everything, and everything but speculation",
 }
@@ -113,23 +118,26 @@ def measure(
     has_draft = model.draft is not None
     stages = features.cumulative(has_draft)
     if kind == "ends":
-        stages = [stages[0], *stages[-2 if has_draft else -1 :]]
-    others = features.leave_one_out(has_draft) if kind == "all" else []
-    labels, alone_labels = ([label for label, _ in group] for group in (stages, others))
-    report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, labels, alone_labels, [])
+        plain = [stage for stage in stages if features.SPECULATION not in stage.on]
+        stages = [stages[0], plain[-1], *([stages[-1]] if has_draft else [])]
+    alone = features.leave_one_out(has_draft) if kind == "all" else []
+    pinned = features.pinned(has_draft) if kind == "all" else []
+    labels = [[stage.label for stage in group] for group in (stages, alone, pinned)]
+    report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, *labels, [])
     report.runs.extend(_runs_so_far(report, loads, state))
     done = {(run.stage, run.repeat) for run in report.runs}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=repeats * len(stages + others))
+        everything = stages + alone + pinned
+        task = progress.add_task("", total=repeats * len(everything))
         for repeat in range(repeats):
-            for label, on in stages + others:
-                progress.update(task, description=f"{repeat + 1} of {repeats}: {label}")
-                if (label, repeat) not in done:
-                    memory, figures = measure_stage(model, on, loads)
-                    report.runs.append(Run(label, repeat, memory, figures))
+            for stage in everything:
+                progress.update(task, description=f"{repeat + 1} of {repeats}: {stage.label}")
+                if (stage.label, repeat) not in done:
+                    memory, figures = measure_stage(model, stage, loads)
+                    report.runs.append(Run(stage.label, repeat, memory, figures))
                     save(report, state)
-                    console.print(f"{label}: " + ", ".join(f"{f.seconds:.2f} s" for f in figures))
+                    console.print(f"{stage.label}: " + ", ".join(f"{f.seconds:.2f} s" for f in figures))
                 progress.advance(task)
     return report
 
@@ -143,7 +151,7 @@ def _runs_so_far(report: Report, loads: tuple[Load, ...], state: Path) -> list[R
     same = (
         kept.machine.commit == report.machine.commit
         and kept.stages == report.stages
-        and kept.alone == report.alone
+        and (kept.alone, kept.pinned) == (report.alone, report.pinned)
         and kept.repeats == report.repeats
         and all([(f.workload, f.concurrency) for f in run.figures] == asked for run in kept.runs)
     )
@@ -167,24 +175,34 @@ def markdown(report: Report) -> str:
 def _table(report: Report, workload: str, concurrency: int) -> str:
     head = "| stage | seconds | gain over the one before | tokens/s | TTFT ms, median / p99 "
     head += "| TPOT ms, median / p99 | cached tokens | memory |\n| --- " + 7 * "| --: " + "|\n"
-    rows = []
-    for index, stage in enumerate(report.stages):
-        gain = "" if index == 0 else _gain(report, report.stages[index - 1], stage, workload, concurrency)
-        rows.append(_row(report, stage, gain, workload, concurrency))
+    alone = head.replace("gain over the one before", "what the piece gains in the full stack")
+
+    def gain(before: str, after: str) -> str:
+        return _gain(report, before, after, workload, concurrency)
+
+    def rows(stages: Sequence[str], gains: Sequence[str]) -> str:
+        lines = (_row(report, *line, workload, concurrency) for line in zip(stages, gains, strict=True))
+        return "\n".join(lines) + "\n"
+
+    def over_the_one_before(stages: Sequence[str]) -> list[str]:
+        return ["", *(gain(before, after) for before, after in pairwise(stages))]
+
     first, last = report.stages[0], report.stages[-1]
-    total = _gain(report, first, last, workload, concurrency)
-    text = head + "\n".join(rows) + f"\n\nFrom first to last: {total}.\n"
-    if last == f"+ {features.SPECULATION}":
-        without = _gain(report, first, report.stages[-2], workload, concurrency)
-        text += f"From first to the last but speculation: {without}.\n"
+    text = head + rows(report.stages, over_the_one_before(report.stages))
+    text += f"\nFrom first to last: {gain(first, last)}.\n"
+    plain = without_speculation(report.stages)
+    if 1 < len(plain) < len(report.stages):
+        text += f"From first to the last without speculation: {gain(first, plain[-1])}.\n"
     if report.alone:
-        rows = [
-            _row(report, stage, _gain(report, stage, last, workload, concurrency), workload, concurrency)
-            for stage in report.alone
-        ]
-        head = head.replace("gain over the one before", "what the piece gains in the full stack")
-        text += "\n" + head + "\n".join(rows) + "\n"
+        text += "\n" + alone + rows(report.alone, [gain(stage, last) for stage in report.alone])
+    if report.pinned:
+        text += "\n" + head + rows(report.pinned, over_the_one_before(report.pinned))
     return text
+
+
+def without_speculation(stages: Sequence[str]) -> list[str]:
+    speculating = {stage.label for stage in features.cumulative() if features.SPECULATION in stage.on}
+    return [stage for stage in stages if stage not in speculating]
 
 
 def _row(report: Report, stage: str, gain: str, workload: str, concurrency: int) -> str:
@@ -212,12 +230,13 @@ def _gain(report: Report, before: str, after: str, workload: str, concurrency: i
 
 
 def plot(report: Report, path: Path) -> None:
-    """A waterfall of the duration by stage, one panel a load; then latency by concurrency, a line a stage."""
+    """A waterfall of the duration by stage, one panel a load; what each piece gains in the full stack; then
+    latency by concurrency, a line a stage."""
     from matplotlib.figure import Figure
 
     loads = list(dict.fromkeys((f.workload, f.concurrency) for f in report.runs[0].figures))
-    figure = Figure(figsize=(5 * len(loads), 10), layout="constrained")
-    waterfalls, latencies = figure.subplots(2, len(loads), squeeze=False)
+    figure = Figure(figsize=(5 * len(loads), 15), layout="constrained")
+    waterfalls, alone, latencies = figure.subplots(3, len(loads), squeeze=False)
     for axes, (workload, concurrency) in zip(waterfalls, loads, strict=True):
         medians = [statistics.median(report.seconds(s, workload, concurrency)) for s in report.stages]
         for row, seconds in enumerate(medians):
@@ -231,8 +250,28 @@ def plot(report: Report, path: Path) -> None:
         axes.set_xlim(0, 1.2 * max(medians))
         axes.set_xlabel("seconds")
         axes.set_title(f"{workload}, {concurrency} at once", fontsize=9)
+    for axes, load in zip(alone, loads, strict=True):
+        _plot_alone(report, axes, *load)
     _plot_latency(report, latencies, loads)
     figure.savefig(path, dpi=100)
+
+
+def _plot_alone(report: Report, axes: Any, workload: str, concurrency: int) -> None:
+    """How many times slower without each piece; lines from the smallest to the largest ratio of a repeat."""
+    if not report.alone:
+        axes.set_axis_off()
+        return
+    full = report.seconds(report.stages[-1], workload, concurrency)
+    for row, stage in enumerate(report.alone):
+        without = report.seconds(stage, workload, concurrency)
+        ratios = [a / b for a, b in zip(without, full, strict=True)]
+        axes.plot([min(ratios), max(ratios)], [row, row], color="tab:gray")
+        axes.plot(statistics.median(without) / statistics.median(full), row, "o", color="tab:green")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(report.alone)), report.alone, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("times the full stack's seconds")
+    axes.set_title(f"{workload}, {concurrency} at once", fontsize=9)
 
 
 def _plot_latency(report: Report, panels: Sequence[Any], loads: list[tuple[str, int]]) -> None:

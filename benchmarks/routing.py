@@ -39,7 +39,7 @@ from sglang_k3.testing.streams import post
 from sglang_k3.training import tokenizer as bpe
 from sglang_k3.training.data import read_corpus
 
-PAGE, RUNNING, SLOTS_EACH, CHECKPOINTS = 16, 2, 3, 12
+PAGE, RUNNING, SLOTS_EACH, CHECKPOINTS = 16, 2, 3, 8
 """Of one worker: a running request has its own slot and two buffers; so many slots remain for the cache."""
 
 AT_ONCE, NEW_TOKENS = 3, 8
@@ -104,7 +104,7 @@ def way(name: str, workers: dict[str, Worker]) -> Iterator[tuple[Way, Callable[[
 
     def choose(ids: list[int]) -> tuple[str, int]:
         with lock:
-            chooser.refresh()
+            chooser.refresh(patience_ms=500)
             choice = chooser.choose(ids)
             chooser.started(choice.worker)
             return choice.worker, choice.hit

@@ -176,6 +176,7 @@ def _check_speculation(server_args: Any, view: Any) -> None:
     """Raises ValueError for what the speculative worker of this release does not do."""
     from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
+    from sglang_k3.speculative import simulated_acceptance
     from sglang_k3.speculative.record_forms import chosen
 
     mode = read_ragged_verify_mode()
@@ -184,6 +185,7 @@ def _check_speculation(server_args: Any, view: Any) -> None:
             f"SGLANG_RAGGED_VERIFY_MODE={mode.value} verifies rows that it does not accept: unset it or pass "
             "compact for a budget, or static for every row"
         )
+    simulated_acceptance.check(budgeted=mode is RaggedVerifyMode.COMPACT)
     if chosen().anchored:
         _anchor(server_args, view)
     for flag, why in (

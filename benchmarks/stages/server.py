@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks.stages.features import NAMES, is_on, plain_operators
+from benchmarks.stages.features import NAMES, is_on, plain_operators, stores_snapshots
 from sglang_k3 import architectures
 from sglang_k3.kernels import registry
 
@@ -26,11 +26,14 @@ def turned_on() -> frozenset[str]:
     return names
 
 
-def _choose_with(plain: tuple[str, ...]) -> Any:
-    """A `registry.choose` that hands out the reference for some operators."""
+def _choose_with(plain: tuple[str, ...], others: dict[str, Any] | None = None) -> Any:
+    """A `registry.choose` that hands out the reference for some operators, and for some a function of
+    ours."""
     original = registry.choose
 
     def choose(operator: str, call: registry.Call) -> Any:
+        if others is not None and operator in others:
+            return others[operator]
         found = {i.name: i.function for i in registry.implementations(operator)}
         if operator.split(".")[0] in plain and "reference" in found:
             return found["reference"]
@@ -40,7 +43,12 @@ def _choose_with(plain: tuple[str, ...]) -> Any:
 
 
 def _apply(on: frozenset[str]) -> None:
-    registry.choose = _choose_with(plain_operators(on))
+    others = None
+    if stores_snapshots(on):
+        from benchmarks.stages import snapshot_operators
+
+        others = {"kda.verify": snapshot_operators.verify, "kda.commit": snapshot_operators.commit}
+    registry.choose = _choose_with(plain_operators(on), others)
     if not is_on(on, "model"):
         architecture = "KimiK3ForConditionalGeneration"
         architectures.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"

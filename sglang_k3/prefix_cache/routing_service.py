@@ -110,12 +110,21 @@ def main() -> None:
     )
     parser.add_argument("--page-size", type=int, required=True, help="the workers' --page-size")
     parser.add_argument("--load-tokens", type=int, default=512, help="what one request under way weighs")
+    parser.add_argument(
+        "--kv-share", type=float, default=0.2, help="what KV without a state weighs, by what is restored"
+    )
     parser.add_argument("--stale-seconds", type=float, default=10.0)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8800)
     arguments = parser.parse_args()
     workers = {name: Subscriber(*sockets) for name, sockets in arguments.worker}
-    chooser = Chooser(workers, arguments.page_size, arguments.load_tokens, arguments.stale_seconds)
+    chooser = Chooser(
+        workers,
+        arguments.page_size,
+        load_tokens=arguments.load_tokens,
+        kv_share=arguments.kv_share,
+        stale_s=arguments.stale_seconds,
+    )
     Service(chooser, arguments.port, arguments.host).serve_forever()
 
 

@@ -43,6 +43,7 @@ from sglang_k3.speculative.proposer import Proposal, Proposer
 from sglang_k3.speculative.ragged_rows import RaggedRows
 from sglang_k3.speculative.row_penalties import RowPenalties
 from sglang_k3.speculative.row_planner import RowPlanner
+from sglang_k3.speculative.simulated_acceptance import simulated
 from sglang_k3.speculative.stops import RunLimits
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class K3DSparkWorker(BaseSpecWorker):
         self._limits = RunLimits(self.device)
         self._planner = RowPlanner(self.rows, target.text, self.device)
         self._penalties = RowPenalties(target.text.vocab_size, self.device)
+        self._simulated = simulated(self._planner.agree)
         logger.info(
             "DSpark: %d drafts a step, %s, taps %s (%s)",
             self.rows - 1,
@@ -379,6 +381,8 @@ class K3DSparkWorker(BaseSpecWorker):
         window: VerifyWindow,
     ) -> Accepted:
         info = batch.sampling_info
+        if self._simulated is not None:
+            return self._simulated.accept(candidates, logits.argmax(-1).view(candidates.shape))
         if info.is_all_greedy:
             return accept_equal(candidates, logits.argmax(-1).view(candidates.shape))
         positions = window.positions_2d.reshape(-1)

@@ -40,6 +40,7 @@ class RowPlanner:
         experts = None if text.moe is None else Experts(text.moe.num_experts, text.moe.top_k)
         self.budget = VerifyBudget(rows, experts) if budgeted() else None
         self._running: list[Any] = []
+        self._last_ids, self._last_done = set[str](), 0.0
         self.spent = Spent()
         self._metrics: BudgetMetrics | None = None
         parallel = get_parallel()
@@ -63,6 +64,15 @@ class RowPlanner:
         """Rank 0's values, [N] int64."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
         return tensor if self._ranks == 1 else get_tp_group().broadcast(tensor, src=0)
+
+    def note_done(self, ids: list[str], now: float) -> None:
+        """These requests' step is over, at this time.perf_counter()."""
+        self._last_ids, self._last_done = set(ids), now
+
+    def note_rest(self, ids: list[str], now: float) -> None:
+        """Their next one begins; where a new request is among them, a prefill lay between."""
+        if self.budget is not None and self._last_ids.issuperset(ids):
+            self.budget.observe_rest(len(ids), now - self._last_done)
 
     def forget(self, name: str) -> None:
         if self.budget is not None:
@@ -114,6 +124,7 @@ class BudgetedStep(Step):
         self._budget, self._context = budget, context
         self._decision: Decision | None = None
         self._began = time.perf_counter()
+        planner.note_rest(ids, self._began)
         who = budget.who_drafts(ids) if planner.leads else [False] * len(ids)
         self._who = planner.agree([int(drafts) for drafts in who]) > 0
         if not bool(self._who.all()):
@@ -137,6 +148,7 @@ class BudgetedStep(Step):
         if self._decision is None:
             return
         now = time.perf_counter()
+        self._planner.note_done(self._ids, now)
         self._budget.observe(
             self._ids,
             self._decision,

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_FORGETTING = 0.995
-_OUTLIER = 2.0
-"""A step that takes so many times what is expected counts as that: a first call with new shapes prepares its
-kernels, and says nothing about the next one."""
-
-_SWEEPS = 40
-"""Of a solution that begins where the last one ended."""
+from sglang_k3.speculative.step_times import StepTimes
 
 _EXPLORED_STEPS = 32
 _UNSEEN_STEPS = 8
@@ -31,50 +25,14 @@ _OWN_CORRECTION, _SHARED_CORRECTION = 0.5, 0.1
 """How fast a step's surprise moves the logarithm of the trust in a request's drafts, and in those of all like
 it."""
 
+_NEARLY = 0.03
+
 _RESUME_GAIN = 0.05
 """A paused request drafts again when a trial promises so many tokens more than it costs: not the 0 that
 pauses it, or noise would switch it to and fro."""
 
 _FIRST_TRIAL, _LAST_TRIAL = 8, 128
 """Steps until a pause is tried again, doubled after each trial that does not pay."""
-
-
-class Times:
-    """Seconds of a step by features of its work: least squares with coefficients that are not negative,
-    older steps counting less."""
-
-    def __init__(self, features: int) -> None:
-        self._normal = np.zeros((features, features))
-        self._right = np.zeros(features)
-        self._steps = 0
-        self.coefficients = np.zeros(features)
-
-    def observe(self, features: Sequence[float] | np.ndarray, seconds: float) -> None:
-        x = np.asarray(features, dtype=float)
-        if self._steps >= len(x):
-            seconds = min(seconds, _OUTLIER * float(self(x)))
-        self._normal = _FORGETTING * self._normal + np.outer(x, x)
-        self._right = _FORGETTING * self._right + seconds * x
-        self._steps += 1
-        if self._steps < 16 or self._steps % 8 == 0:
-            self._solve()
-
-    def _solve(self) -> None:
-        # Features that never varied alone cannot be told apart; a little ridge shares the time among them.
-        scale = np.sqrt(np.diag(self._normal)) + 1e-12
-        normal = (self._normal / np.outer(scale, scale) + 1e-4 * np.eye(len(scale))).tolist()
-        right = (self._right / scale).tolist()
-        found = (self.coefficients * scale).tolist()
-        # Coordinate descent, and no call into a linear algebra library: its threads would wake for four
-        # numbers and take a core from the model's.
-        for _ in range(_SWEEPS):
-            for i, row in enumerate(normal):
-                rest = sum(a * x for a, x in zip(row, found, strict=True)) - row[i] * found[i]
-                found[i] = max(0.0, (right[i] - rest) / row[i])
-        self.coefficients = np.array(found) / scale
-
-    def __call__(self, features: np.ndarray) -> np.ndarray:
-        return (features * self.coefficients).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -87,6 +45,19 @@ class Experts:
     def touched(self, rows: np.ndarray) -> np.ndarray:
         """Expected number, for routes that are independent."""
         return self.count * (1 - (1 - self.top_k / self.count) ** rows)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step: requests, tokens of their contexts together, and whether any of them draws its tokens."""
+
+    count: int
+    context: int
+    sampled: bool = False
+
+    def of_draft(self, drafting: int) -> list[float]:
+        """Features of a draft for so many of the requests."""
+        return [1.0, drafting, drafting / self.count * self.context * 1e-3, drafting * self.sampled]
 
 
 @dataclass
@@ -118,7 +89,7 @@ class VerifyBudget:
     def __init__(self, rows: int, experts: Experts | None) -> None:
         self.rows = rows
         self.experts = experts
-        self.verify_times, self.draft_times = Times(4), Times(3)
+        self.verify_times, self.draft_times, self.rest_times = StepTimes(5), StepTimes(4), StepTimes(2)
         self._requests: dict[str, _Request] = {}
         self._trust = {True: 1.0, False: 1.0}
         """That of greedy and of sampled requests, where a new one begins."""
@@ -165,33 +136,48 @@ class VerifyBudget:
         order = np.argsort(-drafts, axis=None, kind="stable")
         ranked = drafts.ravel()[order]
         ranked = ranked[ranked > 0]
-        # Whole multiples of the batch, however they are shared out: kernels are prepared for each new number
-        # of rows.
-        added = np.arange(0, len(ranked) + 1, count)
-        seconds = self.verify_seconds(count, count + added, context)
-        seconds = seconds + self.draft_seconds(count, sum(drafted), context)
+        added = self._totals(count, len(ranked)) - count
+        work = Work(count, context, not all(request.greedy for request in requests))
+        seconds = self.verify_seconds(work, count + added) + self.draft_seconds(work, sum(drafted))
+        # The scheduler's share is the same for any rows; the dearer a step, the more it should yield.
+        seconds = seconds + self.rest_seconds(count)
         rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])[added]) / seconds
-        best = int(rates.argmax())
+        # Where more rows are nearly as good, they are better: no request waits for the others' likelier drafts,
+        # and the estimates are no finer.
+        best = int(np.flatnonzero(rates >= (1 - _NEARLY) * rates.max())[-1])
         rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
-        self._judge(requests, drafted, rows, drafts, float(rates[best]), context)
+        self._judge(requests, drafted, rows, drafts, float(rates[best]), work)
         return self._decision(rows.tolist(), drafts)
 
-    def verify_seconds(self, count: int, rows: np.ndarray, context: int) -> np.ndarray:
-        return self.verify_times(self._verify_features(count, np.asarray(rows, dtype=float), context))
-
-    def draft_seconds(self, count: int, drafting: int, context: int) -> float:
-        """Of a draft for `drafting` of `count` requests."""
-        features = np.array(self._draft_features(count, drafting, context))
-        return float(self.draft_times(features)) if drafting else 0.0
-
     @staticmethod
-    def _draft_features(count: int, drafting: int, context: int) -> list[float]:
-        return [1.0, drafting, drafting / count * context * 1e-3]
+    def _totals(count: int, drafted: int) -> np.ndarray:
+        """Rows that a step may have, in order, where so many drafts are at hand: none of them, all, and four
+        numbers an octave. Kernels are prepared for each new number of rows, which takes longer than the step,
+        and a server that meets too many forgets them again."""
+        every = np.arange(count, count + drafted + 1)
+        steps = 2.0 ** np.maximum(np.floor(np.log2(every)) - 2, 0)
+        return every[(every % steps == 0) | (every == count) | (every == every[-1])]
 
-    def _verify_features(self, count: int, rows: np.ndarray, context: int) -> np.ndarray:
+    def verify_seconds(self, work: Work, rows: np.ndarray) -> np.ndarray:
+        return self.verify_times(self._verify_features(work, np.asarray(rows, dtype=float)))
+
+    def draft_seconds(self, work: Work, drafting: int) -> float:
+        """Of a draft for `drafting` of the requests."""
+        return float(self.draft_times(np.array(work.of_draft(drafting)))) if drafting else 0.0
+
+    def rest_seconds(self, count: int) -> float:
+        """Between two steps, in which the scheduler hands out what the first one made."""
+        return float(self.rest_times(np.array([1.0, count])))
+
+    def observe_rest(self, count: int, seconds: float) -> None:
+        """seconds: between two steps of `count` requests, with no other work in between."""
+        self.rest_times.observe([1.0, count], seconds)
+
+    def _verify_features(self, work: Work, rows: np.ndarray) -> np.ndarray:
         touched = self.experts.touched(rows) if self.experts else np.zeros_like(rows)
-        # Every row reads its request's context.
-        return np.stack([np.ones_like(rows), rows, touched, rows / count * context * 1e-3], -1)
+        # Every row reads its request's context; where one request draws its tokens, all go through the same.
+        read, drawn = rows / work.count * work.context * 1e-3, rows * work.sampled
+        return np.stack([np.ones_like(rows), rows, touched, read, drawn], -1)
 
     def _judge(
         self,
@@ -200,14 +186,14 @@ class VerifyBudget:
         rows: np.ndarray,
         drafts: np.ndarray,
         rate: float,
-        context: int,
+        work: Work,
     ) -> None:
         """Pause whose drafts have not paid lately; go on drafting where a trial pays."""
         count, total = len(requests), int(rows.sum())
-        plain, speculating = self.verify_seconds(count, np.array([count, total]), context)
+        plain, speculating = self.verify_seconds(work, np.array([count, total]))
         row_seconds = (speculating - plain) / max(1, total - count)
-        fixed = self.draft_seconds(count, 1, context)
-        each = max(0.0, self.draft_seconds(count, 2, context) - fixed)
+        fixed = self.draft_seconds(work, 1)
+        each = max(0.0, self.draft_seconds(work, 2) - fixed)
         kept = np.arange(self.rows - 1) < (rows - 1)[:, None]
         gains = (drafts * kept).sum(1) - rate * (row_seconds * (rows - 1) + each)
         gains = np.where(drafted, gains, 0.0)
@@ -250,11 +236,12 @@ class VerifyBudget:
         verify_seconds: float,
     ) -> None:
         """counts [N]: tokens accepted, the target's own included. Seconds as measured on rank 0."""
+        work = Work(len(ids), context, not all(self._request(name).greedy for name in ids))
         if self._explored > _UNSEEN_STEPS:
             rows = np.array(float(sum(decision.rows)))
-            self.verify_times.observe(self._verify_features(len(ids), rows, context), verify_seconds)
+            self.verify_times.observe(self._verify_features(work, rows), verify_seconds)
         if drafting and self._explored > _UNSEEN_STEPS:
-            self.draft_times.observe(self._draft_features(len(ids), drafting, context), draft_seconds)
+            self.draft_times.observe(work.of_draft(drafting), draft_seconds)
         for name, verified, expected, count in zip(
             ids, decision.rows, decision.expected, counts, strict=True
         ):

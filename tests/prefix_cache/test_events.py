@@ -133,6 +133,19 @@ def test_a_worker_that_came_anew_is_not_taken_for_the_old_one(publisher, ports, 
         assert follower.restarts == 1
 
 
+def test_a_worker_that_came_anew_and_said_one_thing_is_noticed_by_its_connection(publisher, ports) -> None:
+    """Its only batch is out before the follower is connected again; nothing else is ever said."""
+    worker = publisher()
+    with Subscriber(*ports) as follower:
+        publish(worker, [kv(1), state(1, 16)], [kv(2), state(2, 16)])
+        assert set(heard(follower).states) == {1, 2}
+        publish(publisher(), [kv(7), state(7, 16)])
+        for _ in range(400):
+            if follower.poll(20) and follower.restarts:
+                break
+        assert set(follower.holdings.states) == {7} and follower.restarts == 1 and follower.synced
+
+
 def test_a_worker_that_does_not_answer_is_not_believed(publisher, ports) -> None:
     with Subscriber(*ports, timeout_ms=100) as follower:
         assert not follower.poll(10) and not follower.synced

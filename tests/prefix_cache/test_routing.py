@@ -74,6 +74,21 @@ def test_the_deepest_state_wins_over_deeper_kv(workers) -> None:
     assert chooser.counts.by_hit == 3
 
 
+def test_kv_without_a_state_pulls_a_little(workers) -> None:
+    """It saves nothing, so nothing is expected of it; a request under way weighs more."""
+    ids = prompt(6)
+    blocks = block_hashes(ids, PAGE)
+    told(workers, "b", [kv(*blocks)])
+    chooser = Chooser(workers.subscribers, PAGE, load_tokens=40, kv_share=0.25)
+    choice = chooser.choose(ids)
+    assert (choice.worker, choice.hit, choice.by_load) == ("b", 0, False)
+    chooser.started("b")
+    assert chooser.choose(ids).worker == "a"
+    assert Chooser(workers.subscribers, PAGE, kv_share=0.0).choose(ids).worker == "a"
+    told(workers, "a", [kv(*blocks[:2]), state(blocks[1], 32)])
+    assert Chooser(workers.subscribers, PAGE).choose(ids).hit == 32
+
+
 def test_load_outweighs_a_small_hit_and_not_a_large_one(workers) -> None:
     ids = prompt(6)
     blocks = block_hashes(ids, PAGE)
@@ -108,8 +123,28 @@ def test_a_worker_not_heard_of_is_taken_to_hold_nothing(workers) -> None:
         subscriber.heard = time.monotonic() - 31
     choice = chooser.choose(ids)
     assert (choice.hit, choice.by_load, chooser.counts.stale) == (0, True, 1)
-    chooser.refresh()
+    chooser.refresh(patience_ms=2000)
     assert chooser.choose(ids).hit == 64, "it was asked, and answered"
+
+
+def test_a_dead_worker_holds_nobody_up(workers) -> None:
+    """Its questions stay open beside the choices; what the other one says is taken in meanwhile."""
+    ids = prompt(4)
+    blocks = block_hashes(ids, PAGE)
+    told(workers, "a", [kv(*blocks), state(blocks[3], 64)])
+    chooser = Chooser(workers.subscribers, PAGE, stale_s=0.4)
+    workers.publishers["a"].shutdown()
+    time.sleep(0.5)
+    chooser.refresh()
+    assert workers.subscribers["a"].asking, "it came back with the question open"
+    assert chooser.choose(ids).hit == 0
+    publish(workers.publishers["b"], [kv(*blocks), state(blocks[1], 32)])
+    for _ in range(200):
+        chooser.refresh()
+        if chooser.choose(ids).hit:
+            break
+        time.sleep(0.01)
+    assert (chooser.choose(ids).worker, chooser.choose(ids).hit) == ("b", 32)
 
 
 def test_a_worker_with_more_blocks_than_are_remembered_is_taken_to_hold_nothing(workers) -> None:

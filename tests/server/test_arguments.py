@@ -178,6 +178,15 @@ def test_each_flag_that_cannot_work_is_refused_by_name(
             [((), "SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring, anchored")],
         ),
         ({"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_K3_RECORDS": "ring"}, [((), None)]),
+        ({"SGLANG_SIMULATE_ACC_LEN": "4"}, [((), None)]),
+        (
+            {"SGLANG_SIMULATE_ACC_LEN": "4", "SGLANG_RAGGED_VERIFY_MODE": "compact"},
+            [((), "SGLANG_SIMULATE_ACC_LEN=4.0 cannot work with SGLANG_RAGGED_VERIFY_MODE=compact")],
+        ),
+        (
+            {"SGLANG_SIMULATE_ACC_LEN": "4", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real"},
+            [((), "SGLANG_SIMULATE_ACC_TOKEN_MODE=real: pass one of fixed, real-draft-token")],
+        ),
         (
             {"SGLANG_K3_RECORDS": "anchored"},
             [

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from sglang_k3.speculative.acceptance import Accepted, accept_by_rejection, accept_equal, choose_rows
+from sglang_k3.speculative.simulated_acceptance import SimulatedAcceptance
 
 DRAWS = 20_000
 VOCABULARY = 6
@@ -34,6 +35,27 @@ def test_requests_of_one_batch_follow_their_own_rule():
     no = Accepted(torch.tensor([3, 4]), torch.tensor([[3, 3], [4, 4]]))
     mixed = choose_rows(torch.tensor([True, False]), yes, no)
     assert mixed.counts.tolist() == [1, 4] and mixed.tokens.tolist() == [[1, 1], [4, 4]]
+
+
+def test_a_simulated_length_takes_drafts_and_one_token_of_the_target():
+    candidates = torch.tensor([[9, 1, 2, 3], [9, 4, 5, 6]])
+    chosen = torch.tensor([[1, 2, 3, 7], [0, 0, 8, 0]])
+    real = SimulatedAcceptance(3.0, "match-expected", "real-draft-token", torch.tensor)
+    accepted = real.accept(candidates, chosen)
+    assert accepted.counts.tolist() == [3, 3]
+    assert accepted.tokens[:, :3].tolist() == [[1, 2, 3], [4, 5, 8]] and accepted.anchors.tolist() == [3, 8]
+    all_of_them = SimulatedAcceptance(9.0, "match-expected", "real-draft-token", torch.tensor)
+    assert all_of_them.accept(candidates, chosen).tokens.tolist() == [[1, 2, 3, 7], [4, 5, 6, 0]]
+    fixed = SimulatedAcceptance(2.0, "match-expected", "fixed", torch.tensor).accept(candidates, chosen)
+    assert fixed.counts.tolist() == [2, 2] and fixed.tokens.eq(100).all()
+
+
+def test_a_fraction_is_met_on_average():
+    torch.manual_seed(1)
+    candidates = torch.zeros(1, 8, dtype=torch.int64)
+    simulated = SimulatedAcceptance(2.25, "match-expected", "fixed", torch.tensor)
+    drawn = [simulated.accept(candidates, candidates).counts.item() for _ in range(400)]
+    assert set(drawn) == {2, 3} and 2.15 < sum(drawn) / len(drawn) < 2.35
 
 
 def test_an_empty_batch_is_accepted_as_nothing():

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_k3.models.config import ConfigError
+from sglang_k3.speculative.simulated_acceptance import SimulatedAcceptance
 from sglang_k3.training.draft_model import TrainingDraft
 
 
@@ -94,3 +95,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_tensors_name(loop, fau
         served.load_weights(given)
     served.load_weights(tensors.items())
     assert all(torch.equal(parameter, before[key]) for key, parameter in served.named_parameters())
+
+
+def test_a_simulated_length_is_that_of_every_step(loop, prompt, monkeypatch):
+    """Whatever was drafted; a request still ends at the tokens it asked for."""
+    simulated = SimulatedAcceptance(4.0, "match-expected", "real-draft-token", loop.worker._planner.agree)
+    monkeypatch.setattr(loop.worker, "_simulated", simulated)
+    requests = [loop.admit(f"r{tokens}", prompt(50), tokens) for tokens in (41, 44)]
+    loop.finish(*requests)
+    # A prefill's token, then ten steps of four; or ten and one that is cut to three.
+    assert [(len(req.output_ids), req.spec_verify_ct) for req in requests] == [(41, 10), (44, 11)]
+    loop.flush()
