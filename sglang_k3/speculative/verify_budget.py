@@ -142,8 +142,8 @@ class VerifyBudget:
         # The scheduler's share is the same for any rows; the dearer a step, the more it should yield.
         seconds = seconds + self.rest_seconds(count)
         rates = (count + np.concatenate([[0.0], np.cumsum(ranked)])[added]) / seconds
-        # Where more rows are nearly as good, they are better: no request waits for the others' likelier drafts,
-        # and the estimates are no finer.
+        # Where more rows are nearly as good, they are better: no request waits for the others' likelier
+        # drafts, and the estimates are no finer.
         best = int(np.flatnonzero(rates >= (1 - _NEARLY) * rates.max())[-1])
         rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
         self._judge(requests, drafted, rows, drafts, float(rates[best]), work)
