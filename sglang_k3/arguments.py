@@ -170,6 +170,7 @@ def _check_events(view: Any, ours: bool) -> None:
             f"--radix-cache-backend {backend.NAME}: pass zmq for SGLang's events"
         )
     events_publisher.with_token_ids(view.kv_events_config)
+    events_publisher.batches_per_second(view.kv_events_config)
 
 
 def _check_speculation(server_args: Any, view: Any) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
+import time
 from collections import deque
 from typing import Any
 
@@ -30,12 +32,15 @@ class SnapshotPublisher(ZmqEventPublisher):
     """A replay request from a sequence that the buffer no longer holds is answered by one batch in the place
     of the missing ones: AllBlocksCleared and what is held, under the number of the last batch published."""
 
-    def __init__(self, attn_dp_rank: int, **options: Any) -> None:
+    def __init__(self, attn_dp_rank: int, *, batches_per_second: float = math.inf, **options: Any) -> None:
+        """options: SGLang's."""
         self._held = Holdings()
         if options.get("endpoint") == EVERYWHERE:
             options["endpoint"], options["bind"] = LOOPBACK, True
         super().__init__(attn_dp_rank, **options)
-        # Nothing is published before the constructor returns.
+        # Nothing is published before the constructor returns, and the thread looks for its queue each time.
+        if batches_per_second < math.inf:
+            self._event_queue = _Paced(self._event_queue.maxsize, 1 / batches_per_second)
         self._buffer = _Followed(self._held, maxlen=self._buffer.maxlen)
 
     def publish(self, events: EventBatch) -> None:
@@ -70,6 +75,32 @@ class SnapshotPublisher(ZmqEventPublisher):
         self._replay.send_multipart((client, b"", self._topic_bytes, number.to_bytes(8, "big"), payload))
 
 
+class _Paced(queue.Queue):
+    """Hands out at most one batch in `interval_s`; what came meanwhile, together."""
+
+    def __init__(self, maxsize: int, interval_s: float) -> None:
+        super().__init__(maxsize)
+        self._interval, self._next = interval_s, 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> EventBatch | None:
+        """Raises queue.Empty, also while it is too early for the next batch."""
+        early = self._next - time.monotonic()
+        if early > 0:
+            time.sleep(early if timeout is None else min(early, timeout))
+            if timeout is not None and early > timeout:
+                raise queue.Empty
+        batch = super().get(block, timeout)
+        while batch is not None and self.qsize():
+            more = super().get(False)
+            if more is None:
+                # The end of the thread, which comes behind this batch.
+                self.put_nowait(None)
+                break
+            batch = EventBatch(more.ts, [*batch.events, *more.events], more.attn_dp_rank)
+        self._next = time.monotonic() + self._interval
+        return batch
+
+
 class _Followed(deque[tuple[int, bytes]]):
     """The publisher's buffer, by which `held` learns of each batch as it is published."""
 
@@ -82,14 +113,22 @@ class _Followed(deque[tuple[int, bytes]]):
         self._held.apply(decode(item[1]))
 
 
+def _create(attn_dp_rank: int, **options: Any) -> SnapshotPublisher:
+    """As SGLang's factory asks for it, which knows its own options alone."""
+    from sglang.srt.runtime_context import get_observability
+
+    pace = batches_per_second(get_observability().kv_events_config or "{}")
+    return SnapshotPublisher(attn_dp_rank, batches_per_second=pace, **options)
+
+
 def register() -> None:
     for name in (STATES, JOINT):
         if name not in EventPublisherFactory._registry:
-            EventPublisherFactory.register_publisher(name, SnapshotPublisher)
+            EventPublisherFactory.register_publisher(name, _create)
 
 
 def registered() -> bool:
-    return all(EventPublisherFactory._registry.get(name) is SnapshotPublisher for name in (STATES, JOINT))
+    return all(EventPublisherFactory._registry.get(name) is _create for name in (STATES, JOINT))
 
 
 def mode_of(config: str | None) -> str | None:
@@ -104,3 +143,12 @@ def with_token_ids(config: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"--kv-events-config token_ids is {value!r}: pass true or false")
     return value
+
+
+def batches_per_second(config: str) -> float:
+    """`batches_per_second` of the config; infinite where it is left out. Raises ValueError for what is no
+    positive number."""
+    value = json.loads(config).get("batches_per_second", math.inf)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"--kv-events-config batches_per_second is {value!r}: pass a positive number")
+    return float(value)

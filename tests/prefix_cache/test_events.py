@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,13 @@ import zmq
 from sglang.srt.disaggregation.kv_events import EventBatch
 
 from sglang_k3.prefix_cache.events_index import Holdings
-from sglang_k3.prefix_cache.events_publisher import EVERYWHERE, SnapshotPublisher, mode_of, with_token_ids
+from sglang_k3.prefix_cache.events_publisher import (
+    EVERYWHERE,
+    SnapshotPublisher,
+    batches_per_second,
+    mode_of,
+    with_token_ids,
+)
 from sglang_k3.prefix_cache.events_schema import (
     KV_GROUP,
     KV_KIND,
@@ -22,6 +29,7 @@ from sglang_k3.prefix_cache.events_schema import (
     Batch,
     BlockRemoved,
     BlockStored,
+    decode,
 )
 from sglang_k3.prefix_cache.events_subscriber import Subscriber
 from sglang_k3.testing.server_process import free_port
@@ -167,6 +175,31 @@ def test_publishing_goes_on_beside_a_subscriber_that_reads_nothing(publisher, po
             assert set(heard(follower).states) == set(range(3000))
     finally:
         deaf.close(linger=0)
+
+
+def test_a_pace_joins_what_comes_too_fast_and_loses_nothing(publisher, ports) -> None:
+    worker = publisher(batches_per_second=4)
+    with Subscriber(*ports) as follower:
+        for number in range(40):
+            events = [kv(number), state(number, 16)] + ([gone(number - 1, STATE_KIND)] if number else [])
+            worker.publish(EventBatch(ts=float(number), events=events))
+        for _ in range(200):
+            if worker._event_queue.empty() and worker._buffer and worker._buffer[-1][0] > 0:
+                break
+            time.sleep(0.05)
+        found = heard(follower)
+        assert set(found.states) == {39} and set(found.blocks) == set(range(40))
+        # The first at once, and the rest a quarter of a second behind it.
+        assert 2 <= len(worker._buffer) <= 4
+        assert decode(worker._buffer[-1][1]).ts == 39.0
+
+
+def test_a_pace_is_a_positive_number() -> None:
+    assert batches_per_second("{}") == math.inf
+    assert batches_per_second('{"batches_per_second": 20}') == 20.0
+    for wrong in ("0", "-1", "true", '"fast"', "null"):
+        with pytest.raises(ValueError, match="batches_per_second is"):
+            batches_per_second('{"batches_per_second": ' + wrong + "}")
 
 
 def test_a_malformed_request_for_replay_is_passed_over(publisher, ports) -> None:

@@ -66,6 +66,11 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         "k3",
         ("token_ids is 1", "true or false"),
     ),
+    (
+        ("--kv-events-config", '{{"publisher": "states", "batches_per_second": 0}}'),
+        "k3",
+        ("batches_per_second is 0", "positive"),
+    ),
     (("--speculative-algorithm", "NGRAM"), "k3", ("--speculative-algorithm NGRAM", "DSPARK")),
     (("--speculative-algorithm", "DSPARK"), "k3", ("--speculative-draft-model-path",)),
     (("--dtype", "float32", *SPECULATE, "{fits}", "--enable-return-hidden-states"), "k3", ("hidden-states",)),
