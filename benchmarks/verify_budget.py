@@ -1,6 +1,7 @@
 """Whether the verify budget is right to speculate: three servers under a load that swings.
 
-    python -m benchmarks.verify_budget [--model tiny | experts] [--out DIR] [--repeats 3]
+    python -m benchmarks.verify_budget [--model tiny | experts] [--out DIR] [--repeats 3] [--requests 4]
+        [--new-tokens 96]
 
 A trained target without a draft, with one and every row verified, and with the budget
 (SGLANG_RAGGED_VERIFY_MODE=compact); 1 to 16 clients, of text that the draft knows and text that it
@@ -44,10 +45,6 @@ from sglang_k3.training.dataset import SEPARATOR
 
 SERVERS = ("off", "static", "budget")
 SWING = ((1, "easy"), (16, "easy"), (4, "hard"), (1, "hard"), (8, "easy"), (16, "hard"), (4, "easy"))
-NEW_TOKENS = 96
-REQUESTS = 4
-"""Of each client at each point."""
-
 FORCED_CLIENTS, FORCED_SECONDS = 4, 60.0
 
 
@@ -83,12 +80,14 @@ class Forced(msgspec.Struct, forbid_unknown_fields=True):
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """docs/benchmarks/verify_budget-MODEL.json. whole: tokens a second over all points, each counted once.
-    expert_bytes: of all routed experts, as stored."""
+    expert_bytes: of all routed experts, as stored. requests: of each client at each point."""
 
     machine: Machine
     model: str
     expert_bytes: int
     repeats: int
+    requests: int
+    new_tokens: int
     points: list[Point]
     whole: dict[str, float]
     forced: Forced
@@ -114,6 +113,16 @@ Prompt = tuple[list[int], dict[str, float]]
 """Token ids, and how to sample."""
 
 
+class Size(NamedTuple):
+    """requests: of each client at each point; new_tokens: of each. repeats: rounds behind the one that warms
+    up. forced_seconds: how long drafts are forced to be wrong."""
+
+    repeats: int
+    requests: int
+    new_tokens: int
+    forced_seconds: float
+
+
 def _prompts(count: int, text: str, heads: list[list[int]]) -> list[Prompt]:
     if text == "easy":
         return [(heads[i % len(heads)], {"temperature": 0.0}) for i in range(count)]
@@ -132,10 +141,10 @@ class Answer(NamedTuple):
     paused: int = 0
 
 
-def _ask(url: str, prompt: Prompt, *, unforeseen: bool = False) -> Answer:
+def _ask(url: str, prompt: Prompt, new_tokens: int, *, unforeseen: bool = False) -> Answer:
     ids, sampling = prompt
     asked = time.perf_counter()
-    options = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **sampling}
+    options = {"max_new_tokens": new_tokens, "ignore_eos": True, **sampling}
     body: dict[str, Any] = {"input_ids": ids, "sampling_params": options}
     if unforeseen:
         body["custom_logit_processor"] = Unforeseen.to_str()
@@ -145,10 +154,10 @@ def _ask(url: str, prompt: Prompt, *, unforeseen: bool = False) -> Answer:
     return Answer(asked, time.perf_counter(), meta["completion_tokens"], steps, paused)
 
 
-def _load(url: str, clients: int, prompts: list[Prompt]) -> tuple[float, float]:
+def _load(url: str, clients: int, prompts: list[Prompt], new_tokens: int) -> tuple[float, float]:
     """(tokens a second, tokens a verify step) while each client has a request under way."""
     with ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(lambda prompt: _ask(url, prompt), prompts))
+        answers = list(pool.map(lambda prompt: _ask(url, prompt, new_tokens), prompts))
     return rate(answers), _accept_length(answers)
 
 
@@ -160,8 +169,9 @@ def rate(answers: list[Answer]) -> float:
     return sum(share * a.tokens for share, a in zip(shares, answers, strict=True)) / (end - began)
 
 
-def _forced(servers: dict[str, ServerProcess], heads: list[list[int]], seconds: float) -> Forced:
+def _forced(servers: dict[str, ServerProcess], heads: list[list[int]], size: Size) -> Forced:
     """Easy text, of which no draft is right until the time is over."""
+    seconds = size.forced_seconds
     rates = {}
     for name, server in servers.items():
         began = time.perf_counter()
@@ -173,7 +183,12 @@ def _forced(servers: dict[str, ServerProcess], heads: list[list[int]], seconds: 
             while time.perf_counter() < ends:
                 prompt = heads[(number + asked * FORCED_CLIENTS) % len(heads)]
                 wrong = time.perf_counter() < began + seconds
-                answers.append((_ask(server.url, (prompt, {"temperature": 0.0}), unforeseen=wrong), wrong))
+                answers.append(
+                    (
+                        _ask(server.url, (prompt, {"temperature": 0.0}), size.new_tokens, unforeseen=wrong),
+                        wrong,
+                    )
+                )
                 asked += 1
 
         with ThreadPoolExecutor(FORCED_CLIENTS) as pool:
@@ -202,28 +217,28 @@ def _paused(answers: list[Answer]) -> float:
     return sum(a.paused for a in answers) / max(1, sum(a.steps for a in answers))
 
 
-def measure(
-    target: Path, repeats: int, seconds: float, console: Console
-) -> tuple[list[Point], dict[str, float], Forced]:
-    """target: the checkpoint's folder. seconds: how long drafts are forced to be wrong."""
+def measure(target: Path, size: Size, console: Console) -> tuple[list[Point], dict[str, float], Forced]:
+    """target: the checkpoint's folder."""
     tokenizer = bpe.load(TINY)
     heads = [[SEPARATOR, *tokenizer.encode(head).ids] for head in function_heads(read_corpus().held_out)]
     rates: dict[tuple[tuple[int, str], str], list[float]] = {}
     lengths: dict[tuple[tuple[int, str], str], list[float]] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as running:
         servers = {each: running.enter_context(_server(Path(name), target, each)) for each in SERVERS}
-        for repeat in range(-1, repeats):  # the first round warms up, and lets the budget learn the times
+        for repeat in range(
+            -1, size.repeats
+        ):  # the first round warms up, and lets the budget learn the times
             for point in SWING:
                 clients, text = point
-                prompts = _prompts(REQUESTS * clients, text, heads)
+                prompts = _prompts(size.requests * clients, text, heads)
                 for each, server in servers.items():
-                    with console.status(f"round {repeat + 1} of {repeats}: {point}, {each} ..."):
-                        tokens_per_second, length = _load(server.url, clients, prompts)
+                    with console.status(f"round {repeat + 1} of {size.repeats}: {point}, {each} ..."):
+                        tokens_per_second, length = _load(server.url, clients, prompts, size.new_tokens)
                     if repeat >= 0:
                         rates.setdefault((point, each), []).append(tokens_per_second)
                         lengths.setdefault((point, each), []).append(length)
-        with console.status(f"drafts that are wrong for {seconds:.0f} s ..."):
-            forced = _forced(servers, heads, seconds)
+        with console.status(f"drafts that are wrong for {size.forced_seconds:.0f} s ..."):
+            forced = _forced(servers, heads, size)
     points = []
     for point in SWING:
         by_server = {each: statistics.median(rates[point, each]) for each in SERVERS}
@@ -243,8 +258,8 @@ def markdown(report: Report) -> str:
         "# The verify budget\n",
         f"Written by `python -m benchmarks.verify_budget --model {report.model}`. "
         f"{machine_line(report.machine)}\n",
-        f"{_what(report)} in bf16. Each client asks {REQUESTS} times for {NEW_TOKENS} new tokens; medians of "
-        f"{report.repeats} rounds over the points in this order, tokens a second. off: no draft; static: "
+        f"{_what(report)} in bf16. Each client asks {report.requests} times for {report.new_tokens} new "
+        f"tokens; medians of {report.repeats} rounds over the points in this order, tokens a second. off: no draft; static: "
         "every drafted row verified; budget: as many as pay. easy: held-out function heads, greedy; hard: "
         "random tokens, temperature 1. It shows one small model on this CPU, whose clients take part of the "
         "two cores, and nothing about an NPU.\n",
@@ -292,17 +307,20 @@ def main() -> None:
     parser.add_argument("--model", choices=("tiny", "experts"), default="tiny")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=4, help="of each client at each point")
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--forced-seconds", type=float, default=FORCED_SECONDS)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with tempfile.TemporaryDirectory() as name:
         if arguments.model == "experts":
             target = Path(name)
-            size = many_experts.widen(TINY, target, many_experts.width_beyond(l3_bytes()))
+            stored = many_experts.widen(TINY, target, many_experts.width_beyond(l3_bytes()))
         else:
-            target, size = TINY, many_experts.expert_bytes(load_file(TINY / "model.safetensors"))
-        measured = measure(target, arguments.repeats, arguments.forced_seconds, Console(file=sys.stderr))
-    report = Report(describe(), arguments.model, size, arguments.repeats, *measured)
+            target, stored = TINY, many_experts.expert_bytes(load_file(TINY / "model.safetensors"))
+        size = Size(arguments.repeats, arguments.requests, arguments.new_tokens, arguments.forced_seconds)
+        measured = measure(target, size, Console(file=sys.stderr))
+    report = Report(describe(), arguments.model, stored, *size[:3], *measured)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = f"verify_budget-{report.model}"
     save(report, arguments.out / f"{stem}.json")
