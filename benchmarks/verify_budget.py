@@ -261,8 +261,8 @@ def markdown(report: Report) -> str:
         f"{_what(report)} in bf16. Each client asks {report.requests} times for {report.new_tokens} new "
         f"tokens; medians of {report.repeats} rounds over the points in this order, tokens a second. off: no "
         "draft; static: every drafted row verified; budget: as many as pay. easy: held-out function heads, "
-        "greedy; hard: random tokens, temperature 1. It shows one small model on this CPU, whose clients take "
-        "part of its cores, and nothing about an NPU.\n",
+        "greedy; hard: random tokens, temperature 1. It shows one small model on this CPU, whose clients "
+        "take part of its cores, and nothing about an NPU.\n",
         "| clients | text | off | static | budget | budget by the better | tokens a step, static | budget |",
         "| --: | --- | --: | --: | --: | --: | --: | --: |",
     ]
