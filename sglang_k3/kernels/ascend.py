@@ -61,6 +61,13 @@ def has_mx(name: str | None = None) -> bool:
     return (chip() if name is None else name).startswith("Ascend950")
 
 
+def mx_refusal(form: str) -> str | None:
+    """Why this chip takes no such MX format, by name."""
+    return (
+        None if has_mx() else f"{form} is a format of the Ascend 950 series, and this is {chip() or 'no NPU'}"
+    )
+
+
 def present(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """slots [N] int64, -1 for none -> (kept [N] bool, places [N] int64 that may be indexed with).
 

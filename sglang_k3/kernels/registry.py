@@ -62,17 +62,19 @@ _MODULES = tuple(
         "acceptance.reference",
     )
 )
-# Our Triton kernels: a file of launches each, which imports Triton when it is called.
+# Our Triton kernels: files of launches, which import Triton when they are called.
 _MODULES += tuple(
-    f"sglang_k3.kernels.{operator}.ascend_triton"
-    for operator in (
-        "kda",
-        "short_conv",
-        "gated_rms_norm",
-        "activation",
-        "attention_residual",
-        "acceptance",
-        "mla",
+    f"sglang_k3.kernels.{path}"
+    for path in (
+        "kda.ascend_triton",
+        "kda.ascend_triton_block",
+        "kda.ascend_triton_chunk",
+        "short_conv.ascend_triton",
+        "gated_rms_norm.ascend_triton",
+        "activation.ascend_triton",
+        "attention_residual.ascend_triton",
+        "acceptance.ascend_triton",
+        "mla.ascend_triton",
     )
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -125,3 +126,30 @@ def test_an_elements_bits_do_not_depend_on_its_column() -> None:
     for start in (1, 3, 30, 60):
         part = torch.cat([gate[:, start:], up[:, start:]], dim=1)
         assert torch.equal(cpu.gated(part, 4.0, 25.0), whole[:, start:])
+
+
+# --- quantised again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [reference, cpu], ids=["reference", "cpu"])
+def test_quantised_forms_round_the_activation_once(module: ModuleType) -> None:
+    """In bfloat16 too: what is quantised is the fp32 result, not its rounding."""
+    gate_up = _random(3, 64).bfloat16()
+    rows = module.gated(gate_up.float(), 4.0, 25.0)
+    codes, scales = module.gated_mxfp8(gate_up, 4.0, 25.0)
+    back = codes.float().view(3, 2, 32) * torch.exp2(scales.float() - 127).unsqueeze(-1)
+    step = torch.maximum(rows.view(3, 2, 32).abs() / 16, torch.exp2(scales.float() - 137).unsqueeze(-1))
+    assert ((back - rows.view(3, 2, 32)).abs() <= step).all()
+    codes, scales = module.gated_int8(gate_up, 4.0, 25.0)
+    assert torch.equal(scales, rows.abs().amax(-1) / 127) and codes.abs().amax(-1).tolist() == [127] * 3
+    assert ((codes * scales.unsqueeze(-1) - rows).abs() <= 0.501 * scales.unsqueeze(-1)).all()
+
+
+@pytest.mark.parametrize("form", [cpu.gated_int8, cpu.gated_mxfp8])
+def test_quantised_rows_keep_their_bits(form: Callable) -> None:
+    gate_up = _random(5, 64)
+    codes, scales = form(gate_up, 4.0, 25.0)
+    for row in range(5):
+        alone, scale = form(gate_up[row : row + 1], 4.0, 25.0)
+        assert torch.equal(alone.view(torch.int8)[0], codes.view(torch.int8)[row])
+        assert torch.equal(scale[0], scales[row])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from sglang.srt.layers.attn_residual import aggregate_stream_torch
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNorm
 
 from sglang_k3.kernels.attention_residual import cpu, reference
 from tests.kernels.invariance import check_rows_keep_their_bits, same_bits
@@ -177,3 +178,20 @@ def test_two_phase_rows_keep_their_bits(count: int) -> None:
         return [*merged, *(field.transpose(0, 1) for field in summary)]
 
     check_rows_keep_their_bits(compute, 35)
+
+
+@pytest.mark.parametrize("module", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mix_with_the_next_norm_is_transformers_norm_of_the_mix(
+    module: ModuleType, dtype: torch.dtype
+) -> None:
+    partial, bank, key = _random(3, 40).to(dtype), _random(4, 3, 40, seed=1).to(dtype), _random(40, seed=2)
+    norm = KimiLinearRMSNorm(40, eps=EPS).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(_random(40, seed=3))
+        want = norm(module.mix(partial, bank, key, EPS))
+    got = module.mix_norm(partial, bank, key, EPS, norm.weight.detach(), EPS)
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    summary = [field[0] for field in module.block_prepare(bank, key.unsqueeze(0), EPS)]
+    merged = module.merge_norm(partial, *summary, key, EPS, norm.weight.detach(), EPS)
+    torch.testing.assert_close(merged, got, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-6)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_k3.kernels.activation import reference
-from sglang_k3.kernels.ascend import DEVICE, absent, operators, package_function
+from sglang_k3.kernels.ascend import DEVICE, absent, mx_refusal, operators, package_function
 from sglang_k3.kernels.registry import Call, register
 
 _SITU = "sgl_kernel_npu.activation.situ", "situ"
@@ -55,3 +55,13 @@ def _even(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gated: {gate_up.shape[-1]} columns are not a gate and as many ups")
     return gate_up
+
+
+register("activation.gated_int8", "npu torch", preference=10, device=DEVICE)(reference.gated_int8)
+register(
+    "activation.gated_mxfp8",
+    "npu torch",
+    preference=10,
+    device=DEVICE,
+    supports=lambda call: mx_refusal("MXFP8"),
+)(reference.gated_mxfp8)

@@ -11,6 +11,8 @@ import torch
 from numba import njit
 
 from sglang_k3.kernels import registry
+from sglang_k3.kernels.activation.reference import int8_rows
+from sglang_k3.kernels.mx.reference import quantize_mxfp8
 from sglang_k3.kernels.row_math import exp, float_rows, fp32_or_bf16, sigmoid
 from sglang_k3.kernels.split import over_items
 
@@ -40,6 +42,26 @@ def gated(gate_up: torch.Tensor, beta: float | None, linear_beta: float | None) 
     else:
         over_items(_situ_clipped, *work, rows, np.float32(beta), np.float32(linear_beta), out.numpy())
     return out.to(gate_up.dtype)
+
+
+# The quantised forms are an NPU's, which saves a pass over memory by them; here they are their two parts, and
+# each part gives a row's bits whatever the other rows are.
+
+
+@registry.register("activation.gated_mxfp8", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def gated_mxfp8(
+    gate_up: torch.Tensor, beta: float | None, linear_beta: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.gated_mxfp8`."""
+    return quantize_mxfp8(gated(gate_up.float(), beta, linear_beta))
+
+
+@registry.register("activation.gated_int8", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def gated_int8(
+    gate_up: torch.Tensor, beta: float | None, linear_beta: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.gated_int8`."""
+    return int8_rows(gated(gate_up.float(), beta, linear_beta))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -13,3 +13,5 @@ register("attention_residual.block_prepare", "npu torch", preference=10, device=
 register("attention_residual.merge_partial", "npu torch", preference=10, device=DEVICE)(
     reference.merge_partial
 )
+register("attention_residual.mix_norm", "npu torch", preference=10, device=DEVICE)(reference.mix_norm)
+register("attention_residual.merge_norm", "npu torch", preference=10, device=DEVICE)(reference.merge_norm)

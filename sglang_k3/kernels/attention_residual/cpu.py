@@ -13,6 +13,7 @@ from numba import njit
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.attention_residual.summary import Summary
+from sglang_k3.kernels.rms_norm.cpu import rms_norm
 from sglang_k3.kernels.row_math import dot, exp, float_rows, fp32_or_bf16
 from sglang_k3.kernels.split import over_items
 
@@ -89,6 +90,37 @@ def merge_partial(
         out.numpy(),
     )
     return out.to(partial.dtype)
+
+
+# With the next norm: an NPU saves a pass over memory by it; here they are their two parts.
+
+
+@registry.register("attention_residual.mix_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def mix_norm(
+    partial: torch.Tensor,
+    bank: torch.Tensor,
+    key_weight: torch.Tensor,
+    eps: float,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+) -> torch.Tensor:
+    """See `reference.mix_norm`."""
+    return rms_norm(mix(partial, bank, key_weight, eps), norm_weight, norm_eps)
+
+
+@registry.register("attention_residual.merge_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+def merge_norm(
+    partial: torch.Tensor,
+    acc: torch.Tensor,
+    maximum: torch.Tensor,
+    total: torch.Tensor,
+    key_weight: torch.Tensor,
+    eps: float,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+) -> torch.Tensor:
+    """See `reference.merge_norm`."""
+    return rms_norm(merge_partial(partial, acc, maximum, total, key_weight, eps), norm_weight, norm_eps)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -6,6 +6,7 @@ import torch
 
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.attention_residual.summary import Summary
+from sglang_k3.kernels.rms_norm.reference import rms_norm
 
 
 @registry.register("attention_residual.mix", "reference", preference=0, device="any")
@@ -56,6 +57,34 @@ def merge_partial(
     bank_share, row_share = torch.exp(maximum - top), torch.exp(score - top)
     mixed = acc * bank_share.unsqueeze(-1) + row * row_share.unsqueeze(-1)
     return (mixed / (total * bank_share + row_share).unsqueeze(-1)).to(partial.dtype)
+
+
+@registry.register("attention_residual.mix_norm", "reference", preference=0, device="any")
+def mix_norm(
+    partial: torch.Tensor,
+    bank: torch.Tensor,
+    key_weight: torch.Tensor,
+    eps: float,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+) -> torch.Tensor:
+    """`mix` and the RMSNorm of the sub-layer that reads it, whose weight [D] is norm_weight -> [T, D]."""
+    return rms_norm(mix(partial, bank, key_weight, eps), norm_weight, norm_eps)
+
+
+@registry.register("attention_residual.merge_norm", "reference", preference=0, device="any")
+def merge_norm(
+    partial: torch.Tensor,
+    acc: torch.Tensor,
+    maximum: torch.Tensor,
+    total: torch.Tensor,
+    key_weight: torch.Tensor,
+    eps: float,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+) -> torch.Tensor:
+    """`merge_partial` and the RMSNorm of the sub-layer that reads it."""
+    return rms_norm(merge_partial(partial, acc, maximum, total, key_weight, eps), norm_weight, norm_eps)
 
 
 def _scores(rows: torch.Tensor, key_weight: torch.Tensor, eps: float) -> torch.Tensor:

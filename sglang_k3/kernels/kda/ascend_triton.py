@@ -5,6 +5,8 @@ Triton is imported by the first call, because every process loads the registry. 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang_k3.kernels.ascend import DEVICE
@@ -12,12 +14,12 @@ from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, power_of_two, programs, refusal, start, target
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def packed_rows(x: torch.Tensor) -> torch.Tensor:
     """x [T, H, C] with packed heads: itself, also as columns of a wider tensor, or a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _packed(*tensors: torch.Tensor) -> None:
+def require_packed(*tensors: torch.Tensor) -> None:
     """Raises ValueError for a pool or bank whose rows [H, ...] are not packed: a copy would be written."""
     for x in tensors:
         if not x[(0,) * (x.dim() - 3)].is_contiguous():
@@ -26,15 +28,15 @@ def _packed(*tensors: torch.Tensor) -> None:
             )
 
 
-def _tiles(value_dim: int, states: int) -> tuple[int, int]:
+def tiles(value_dim: int, states: int, *, cube: bool = False) -> tuple[int, int]:
     """(rows of V a tile, tiles of a head) for so many heads' states: half the rows where cores stayed idle.
 
     Each tile loads keys, queries and decays of its own, so larger ones move fewer bytes.
     """
     rows = target().value_rows
-    tiles = -(-value_dim // rows)
-    if states * tiles > programs(states * tiles)[0]:
-        return rows, tiles
+    count = -(-value_dim // rows)
+    if states * count > programs(states * count, cube=cube)[0]:
+        return rows, count
     return rows // 2, -(-value_dim // (rows // 2))
 
 
@@ -55,11 +57,11 @@ def decode(
 
     requests, heads, value_dim = v.shape
     key_dim = power_of_two("K", k.shape[2])
-    _packed(state_pool[0])
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    require_packed(state_pool[0])
+    q, k, v = packed_rows(q), packed_rows(k), packed_rows(v)
     out = v.new_empty(requests, heads, value_dim)
-    rows, tiles = _tiles(value_dim, requests * heads)
-    if items := requests * heads * tiles:
+    rows, count = tiles(value_dim, requests * heads)
+    if items := requests * heads * count:
         start(kernels.decode, items)(
             q,
             k,
@@ -88,6 +90,54 @@ def _(q, k, v, g, beta, state_pool, slots, scale) -> torch.Tensor:
     return v.new_empty(v.shape)
 
 
+def launch_verify(
+    kernel: Any,
+    inputs: tuple[torch.Tensor, ...],
+    state_pool: torch.Tensor,
+    batch: tuple[torch.Tensor, ...],
+    banks: tuple[torch.Tensor, ...],
+    pending: tuple[torch.Tensor, ...],
+    scale: float,
+    *,
+    cube: bool = False,
+    **constants: int,
+) -> torch.Tensor:
+    """A form of verify: `reference.verify`'s inputs (q, k, v, g, beta), batch (slots, cu_seqlens, bank_rows),
+    banks (u, k, g) and pending (starts, tails, fold_slots); constants beside the sizes."""
+    q, k, v = map(packed_rows, inputs[:3])
+    g, beta = (x.contiguous() for x in inputs[3:])
+    tokens, heads, value_dim = v.shape
+    key_dim, requests = power_of_two("K", k.shape[2]), len(batch[0])
+    require_packed(state_pool[0], *banks)
+    # Rows of padding, and of requests without a slot, are nobody's.
+    out = v.new_zeros(tokens, heads, value_dim)
+    rows, count = tiles(value_dim, requests * heads, cube=cube)
+    if items := requests * heads * count:
+        strides = (x.stride(0) for x in (q, k, v, state_pool, *banks))
+        start(kernel, items, cube=cube)(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            state_pool,
+            *batch,
+            *banks,
+            *pending,
+            out,
+            scale,
+            items,
+            *strides,
+            H=heads,
+            K=key_dim,
+            V=value_dim,
+            BV=rows,
+            RING=banks[0].shape[1],
+            **constants,
+        )
+    return out
+
+
 @register("kda.verify", NAME, preference=PREFERENCE, device=DEVICE, supports=refusal)
 @torch.library.custom_op("sglang_k3::kda_verify", mutates_args=("state_pool", "bank_u", "bank_k", "bank_g"))
 def verify(
@@ -113,50 +163,19 @@ def verify(
     what it leaves of the ring. Left out, it is the ring's rows, and there is no tail."""
     from sglang_k3.kernels.kda import triton as kernels
 
-    tokens, heads, value_dim = v.shape
-    key_dim, ring = power_of_two("K", k.shape[2]), bank_u.shape[1]
+    ring = bank_u.shape[1]
     width = ring if width is None else width
-    _packed(state_pool[0], bank_u, bank_k, bank_g)
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    # Rows of padding, and of requests without a slot, are nobody's.
-    out = v.new_zeros(tokens, heads, value_dim)
-    rows, tiles = _tiles(value_dim, len(slots) * heads)
-    if items := len(slots) * heads * tiles:
-        start(kernels.verify, items)(
-            q,
-            k,
-            v,
-            g.contiguous(),
-            beta.contiguous(),
-            state_pool,
-            slots,
-            cu_seqlens,
-            bank_rows,
-            bank_u,
-            bank_k,
-            bank_g,
-            starts,
-            tails,
-            fold_slots,
-            out,
-            scale,
-            items,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            state_pool.stride(0),
-            bank_u.stride(0),
-            bank_k.stride(0),
-            bank_g.stride(0),
-            H=heads,
-            K=key_dim,
-            V=value_dim,
-            BV=rows,
-            RING=ring,
-            WIDTH=width,
-            TAIL=ring - width,
-        )
-    return out
+    return launch_verify(
+        kernels.verify,
+        (q, k, v, g, beta),
+        state_pool,
+        (slots, cu_seqlens, bank_rows),
+        (bank_u, bank_k, bank_g),
+        (starts, tails, fold_slots),
+        scale,
+        WIDTH=width,
+        TAIL=ring - width,
+    )
 
 
 @torch.library.register_fake("sglang_k3::kda_verify")
@@ -185,9 +204,9 @@ def commit(
 
     layers, _, heads, value_dim, key_dim = state_pools.shape
     ring = bank_u.shape[2]
-    _packed(state_pools[0, 0], bank_u, bank_k, bank_g)
-    rows, tiles = _tiles(value_dim, layers * len(slots) * heads)
-    if items := layers * len(slots) * heads * tiles:
+    require_packed(state_pools[0, 0], bank_u, bank_k, bank_g)
+    rows, count = tiles(value_dim, layers * len(slots) * heads)
+    if items := layers * len(slots) * heads * count:
         start(kernels.commit, items)(
             state_pools,
             slots,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_k3.kernels.activation.ascend import gated
-from sglang_k3.kernels.ascend import DEVICE, chip, has_mx, operators
+from sglang_k3.kernels.ascend import DEVICE, mx_refusal, operators
 from sglang_k3.kernels.moe.ascend import (
     M_AXIS,
     ONE_TENSOR,
@@ -35,9 +35,7 @@ _OCP_FLOOR = 0
 
 
 def _mx_supports(call: Call) -> str | None:
-    if has_mx():
-        return None
-    return f"MXFP4 is a format of the Ascend 950 series, and this is {chip() or 'no NPU'}"
+    return mx_refusal("MXFP4")
 
 
 def _quantised_supports(call: Call) -> str | None:

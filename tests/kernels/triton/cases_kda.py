@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from sglang_k3.kernels.kda import ascend_triton, reference
+from sglang_k3.kernels.kda import ascend_triton, ascend_triton_block, reference
 from tests.kernels.invariance import same_bits
-from tests.kernels.kda_cases import decode, kda_inputs, states
+from tests.kernels.kda_cases import KDAInputs, decode, kda_inputs, states
 from tests.kernels.spans import scaled_error
 from tests.kernels.test_kda_records import WIDTH, banks, run_commit, run_verify
 from tests.kernels.triton.recorder import recording
 
 TOLERANCE = 2e-6
+VERIFIES = pytest.mark.parametrize(
+    "verify", [ascend_triton.verify, ascend_triton_block.verify], ids=["row by row", "products"]
+)
 ONE_STEP = 8e-3
 """Of bfloat16: the interpreter rounds towards zero, where a device rounds to the nearest."""
 
@@ -43,8 +48,9 @@ def test_decode_takes_columns_of_one_projection():
     assert torch.equal(got, want) and torch.equal(same, pool)
 
 
+@VERIFIES
 @pytest.mark.parametrize("lengths", [[WIDTH, WIDTH], [1, 5, 8], [3, 0, 2]], ids=str)
-def test_verify_of_ragged_drafts_leaves_records_and_no_state(lengths: list[int]):
+def test_verify_of_ragged_drafts_leaves_records_and_no_state(verify: Callable, lengths: list[int]):
     inputs = kda_inputs(sum(lengths) + 2, value_dim=40)
     pool = states(inputs, 5)
     before = pool.clone()
@@ -53,15 +59,19 @@ def test_verify_of_ragged_drafts_leaves_records_and_no_state(lengths: list[int])
     exact = inputs.map(torch.Tensor.double)
     want = run_verify(reference.verify, exact, pool.double(), slots, lengths, rows, want_bank)
     with recording():
-        got = run_verify(ascend_triton.verify, inputs, pool, slots, lengths, rows, bank)
+        got = run_verify(verify, inputs, pool, slots, lengths, rows, bank)
     assert scaled_error(got, want) < TOLERANCE and torch.equal(pool, before)
     for ours, theirs in zip(bank, want_bank, strict=True):
         assert scaled_error(ours, theirs) < TOLERANCE
 
 
-@pytest.mark.parametrize("start, tail, fold", [(5, 3, False), (14, 8, True), (2, 1, True)])
-def test_verify_behind_a_tail(start: int, tail: int, fold: bool):
-    ring = 2 * WIDTH
+@VERIFIES
+@pytest.mark.parametrize(
+    "start, tail, fold, ring",
+    [(5, 3, False, 16), (14, 8, True, 16), (2, 1, True, 16), (0, 0, True, 16), (40, 63, True, 72)],
+)
+def test_verify_behind_a_tail(verify: Callable, start: int, tail: int, fold: bool, ring: int):
+    """The last: anchored, with all records since a state 64 tokens back."""
     first, second = kda_inputs(tail), kda_inputs(WIDTH, seed=3)
     pool = states(first, 4)
     bank, want_bank = banks(first, 3, ring=ring), banks(first, 3, ring=ring)
@@ -74,10 +84,52 @@ def test_verify_behind_a_tail(start: int, tail: int, fold: bool):
     spans = torch.tensor([2]), torch.tensor([0, WIDTH]), torch.tensor([1])
     numbers = [torch.tensor(value) for value in pending.values()]
     with recording():
-        got = ascend_triton.verify(*second.tensors, pool, *spans, *bank, *numbers, second.scale, width=WIDTH)
+        got = verify(*second.tensors, pool, *spans, *bank, *numbers, second.scale, width=WIDTH)
     assert scaled_error(got, want) < TOLERANCE and scaled_error(pool, want_pool) < TOLERANCE
     for ours, theirs in zip(bank, want_bank, strict=True):
         assert scaled_error(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("width", [1, 3, 12])
+def test_a_block_of_any_width(width: int):
+    inputs = kda_inputs(width, heads=1)
+    pool = states(inputs, 3)
+    bank, want_bank = (banks(inputs, 2, ring=width) for _ in range(2))
+    want = run_verify(
+        reference.verify, inputs.map(torch.Tensor.double), pool.double(), [2], [width], [1], want_bank
+    )
+    with recording():
+        got = run_verify(ascend_triton_block.verify, inputs, pool, [2], [width], [1], bank)
+    assert scaled_error(got, want) < TOLERANCE and scaled_error(bank[0], want_bank[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate", [-1e30, -90.0, -5.0, 0.0])
+def test_a_block_whose_gates_have_no_bound(gate: float):
+    inputs = kda_inputs(WIDTH)
+    g = inputs.g.clone()
+    g[1::3], g[:, :, 5] = gate, gate
+    inputs = KDAInputs(inputs.q, inputs.k, inputs.v, g, inputs.beta)
+    pool = states(inputs, 3)
+    bank, want_bank = banks(inputs, 2), banks(inputs, 2)
+    want = run_verify(
+        reference.verify, inputs.map(torch.Tensor.double), pool.double(), [2], [WIDTH], [1], want_bank
+    )
+    got = run_verify(ascend_triton_block.verify, inputs, pool, [2], [WIDTH], [1], bank)
+    assert scaled_error(got, want) < TOLERANCE and scaled_error(bank[0], want_bank[0]) < TOLERANCE
+
+
+def test_a_block_of_keys_that_repeat_with_beta_near_one():
+    """The triangular system at its worst: a series in its powers would cancel."""
+    inputs = kda_inputs(WIDTH)
+    k = inputs.k[:1] + 0.02 * inputs.k
+    inputs = KDAInputs(inputs.q, k, inputs.v, 1e-4 * inputs.g, 1 - 1e-3 * inputs.beta)
+    pool = states(inputs, 3)
+    bank, want_bank = banks(inputs, 2), banks(inputs, 2)
+    want = run_verify(
+        reference.verify, inputs.map(torch.Tensor.double), pool.double(), [2], [WIDTH], [1], want_bank
+    )
+    got = run_verify(ascend_triton_block.verify, inputs, pool, [2], [WIDTH], [1], bank)
+    assert scaled_error(got, want) < TOLERANCE and scaled_error(bank[0], want_bank[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

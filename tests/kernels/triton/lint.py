@@ -10,7 +10,7 @@ KERNELS = Path(__file__).parents[3] / "sglang_k3" / "kernels"
 
 
 def kernel_files() -> list[Path]:
-    return sorted(KERNELS.glob("*/triton.py"))
+    return sorted(KERNELS.glob("*/triton*.py"))
 
 
 def findings(source: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.triton.lint import findings, kernel_files
 
 
-@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_kernels_use_no_forbidden_form(path: Path):
     source = path.read_text()
     assert "@triton.jit" in source and findings(source) == []

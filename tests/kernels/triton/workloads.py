@@ -16,24 +16,31 @@ from sglang_k3.kernels.activation import ascend_triton as activation
 from sglang_k3.kernels.attention_residual import ascend_triton as residual
 from sglang_k3.kernels.gated_rms_norm import ascend_triton as norm
 from sglang_k3.kernels.kda import ascend_triton as kda
+from sglang_k3.kernels.kda import ascend_triton_block as kda_block
+from sglang_k3.kernels.kda import ascend_triton_chunk as kda_chunk
 from sglang_k3.kernels.mla import ascend_triton as mla
 from sglang_k3.kernels.short_conv import ascend_triton as conv
 
 K = V = 128
 HIDDEN = 7168
 WIDTH = 8
+ANCHOR = 64
+"""Tokens between states of the anchored form; the tail before a verify is at most one less."""
+PROMPT = 512
 HEADS = {"TP16": 6, "TP8": 12}
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """name, ranks ("" where they make no difference), what to run, and the bytes it needs at least."""
+    """name, ranks ("" where they make no difference), what to run, and the bytes it needs at least. held: to
+    close to that minimum. Not held, and reported: scratch between launches, a tail's keys for each tile."""
 
     name: str
     ranks: str
     run: Callable[[], object]
     minimum: int
+    held: bool = True
 
 
 def _count(*tensors: torch.Tensor) -> int:
@@ -77,6 +84,34 @@ def _kda(ranks: str, requests: int) -> Iterator[Workload]:
         ranks,
         lambda: kda.verify(*many, pool, slots, bounds, rows, *bank, *tail, K**-0.5, WIDTH),
         state + _count(*many, many[2], *bank, slots),
+    )
+    yield Workload(
+        "kda.verify, products",
+        ranks,
+        lambda: kda_block.verify(*many, pool, slots, bounds, rows, *bank, *tail, K**-0.5, WIDTH),
+        state + _count(*many, many[2], *bank, slots),
+    )
+    anchored = (
+        torch.zeros(requests, ANCHOR + WIDTH, heads, V),
+        torch.zeros(requests, ANCHOR + WIDTH, heads, K, dtype=BF16),
+        torch.zeros(requests, ANCHOR + WIDTH, heads, K),
+    )
+    behind = nothing, torch.full_like(slots, ANCHOR - 1), none
+    yield Workload(
+        f"kda.verify, products, a tail of {ANCHOR - 1}",
+        ranks,
+        lambda: kda_block.verify(*many, pool, slots, bounds, rows, *anchored, *behind, K**-0.5, WIDTH),
+        state + _count(*many, many[2], *(x[:, : ANCHOR - 1 + WIDTH] for x in anchored), slots),
+        held=False,
+    )
+    prompt = inputs(PROMPT)
+    ends, fresh = torch.tensor([0, PROMPT]), slots[:1] < 0
+    yield Workload(
+        "kda.extend",
+        ranks,
+        lambda: kda_chunk.extend(*prompt, pool, slots[:1], ends, fresh, none[:1], none[:1], K**-0.5),
+        _count(*prompt, prompt[2]) + 2 * _count(pool[0]),
+        held=False,
     )
     yield Workload(
         "kda.commit",
@@ -150,10 +185,23 @@ def _rows(tokens: int) -> Iterator[Workload]:
     yield Workload(
         "activation.gated", "", lambda: activation.gated(gate_up, 4.0, 25.0), _count(gate_up) * 3 // 2
     )
+    codes = gate_up.numel() // 2
+    yield Workload(
+        "activation.gated_mxfp8",
+        "",
+        lambda: activation.gated_mxfp8(gate_up, 4.0, 25.0),
+        _count(gate_up) + codes + codes // 32,
+    )
+    yield Workload(
+        "activation.gated_int8",
+        "",
+        lambda: activation.gated_int8(gate_up, 4.0, 25.0),
+        _count(gate_up) + codes + 4 * tokens,
+    )
 
 
 def _residual(mixed: int, merged: int) -> Iterator[Workload]:
-    key = _random(HIDDEN, dtype=torch.float32)
+    key, gain = _random(HIDDEN, dtype=torch.float32), _random(HIDDEN)
     running, bank = _random(mixed, HIDDEN), _random(8, mixed, HIDDEN)
     partial, acc = _random(merged, HIDDEN), _random(merged, HIDDEN, dtype=torch.float32)
     top = _random(merged, dtype=torch.float32)
@@ -168,6 +216,18 @@ def _residual(mixed: int, merged: int) -> Iterator[Workload]:
         "",
         lambda: residual.merge_partial(partial, acc, top, top.abs() + 1, key, 1e-5),
         _count(partial, partial, acc, top, top, key),
+    )
+    yield Workload(
+        "attention_residual.mix_norm",
+        "",
+        lambda: residual.mix_norm(running, bank, key, 1e-5, gain, 1e-5),
+        _count(running, running, bank, key, gain),
+    )
+    yield Workload(
+        "attention_residual.merge_norm",
+        "",
+        lambda: residual.merge_norm(partial, acc, top, top.abs() + 1, key, 1e-5, gain, 1e-5),
+        _count(partial, partial, acc, top, top, key, gain),
     )
 
 
@@ -200,5 +260,5 @@ def workloads(requests: int | None = None) -> list[Workload]:
         *(one for ranks in HEADS for one in _attention(ranks, 4096)),
         *_rows(32),
         # Every core loads the key weight once: enough tokens that each has several.
-        *_residual(64, 160),
+        *_residual(96, 256),
     ]
