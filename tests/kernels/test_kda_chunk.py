@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_k3.kernels.kda import cpu
+from sglang_k3.kernels.kda import chunk_cpu, cpu
 from tests.kernels.kda_cases import KDAInputs, extend, kda_inputs, one, oracle, states
 from tests.kernels.spans import Spans, scaled_error, spans
 
@@ -132,3 +133,25 @@ def test_random_batches(data: st.DataObject):
     )
     padding = data.draw(st.integers(0, 3), label="padding rows")
     _agrees(kda_inputs(batch.tokens + padding, heads, key_dim, value_dim), batch)
+
+
+@pytest.mark.parametrize("bound", [-0.5, -1.5, -2.5, -5.0])
+def test_matrix_products_meet_no_subnormal_numbers(bound: float) -> None:
+    """They can be many times slower; what decays a little at every token passes through them on its way."""
+    made = torch.Generator().manual_seed(1)
+    tokens, heads, width = chunk_cpu.CHUNK, 2, 128
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made)
+
+    g = bound * (0.5 + 0.5 * torch.rand(tokens, heads, width, generator=made))
+    rows = (normal(tokens, heads, width) for _ in range(3))
+    q, k, v = (part.numpy() for part in rows)
+    inputs = chunk_cpu._Inputs(q, k, v, g.numpy(), torch.rand(tokens, heads, generator=made).numpy())
+    buffers = chunk_cpu._Buffers.allocate(heads, width, width)
+    chunk_cpu._factor(inputs, width**-0.5, np.array([0]), np.array([tokens]), heads, buffers)
+    smallest = torch.finfo(torch.float32).smallest_normal
+    for name in ("from_state", "values", "tail", "total", "left", "right"):
+        found = getattr(buffers, name).abs()
+        assert not ((found > 0) & (found < smallest)).any(), name
+    assert buffers.from_state.abs().max() > 0.01
