@@ -52,13 +52,6 @@ FAMILIES = (
         shown_by=(f"{FLAGS}::test_a_stored_response_is_found_again",),
     ),
     Family(
-        "Detokenizer processes",
-        Outcome.WORKS,
-        "detokenizer_worker_num",
-        "two of them",
-        shown_by=(f"{FLAGS}::test_two_replicas_share_the_requests_and_answer_alike",),
-    ),
-    Family(
         "Ways to tokenize and to hand results on",
         Outcome.INERT,
         "tokenizer_mode enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size "
@@ -76,7 +69,7 @@ FAMILIES = (
     Family(
         "Tokenizer processes",
         Outcome.UNTRIED,
-        "tokenizer_worker_num",
+        "tokenizer_worker_num detokenizer_worker_num",
         "two did not come up on two busy cores: uvicorn ends a worker that imports SGLang for longer than "
         "it waits",
     ),
@@ -105,12 +98,12 @@ FAMILIES = (
         "Grammars: JSON schema, regex, EBNF, structural tags",
         Outcome.WORKS,
         "grammar_backend constrained_json_disable_any_whitespace",
-        "xgrammar (the default), also beside a draft; outlines and llguidance",
+        "xgrammar (the default), also beside a draft; outlines",
         settings="constrained_json_whitespace_pattern constrained_json_max_whitespace_cnt "
         "disable_outlines_disk_cache",
         shown_by=(
             f"{FLAGS}::test_an_answer_is_bound_by_its_grammar",
-            f"{FLAGS}::test_other_grammar_backends_bind_an_answer_too",
+            f"{FLAGS}::test_another_grammar_backend_binds_an_answer_too",
             "tests/server/test_speculation.py",
         ),
     ),
@@ -163,14 +156,10 @@ FAMILIES = (
         shown_by=("tests/server/test_clients.py", f"{FLAGS}::test_a_chat_tells_its_ids"),
     ),
     Family(
-        "Prompts over the context",
-        Outcome.WORKS,
+        "Cutting prompts over the context",
+        Outcome.UNTRIED,
         "allow_auto_truncate",
-        "cut with the flag, refused without",
-        shown_by=(
-            f"{FLAGS}::test_a_prompt_over_the_context_is_cut_where_asked",
-            "tests/server/test_requests.py::test_a_prompt_over_the_context_is_refused_with_both_numbers",
-        ),
+        "without it they are refused with both numbers",
     ),
     Family(
         "New weights while serving",
