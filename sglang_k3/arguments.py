@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_k3 import refused_flags
 from sglang_k3.architectures import ARCHITECTURES, architecture_of
 from sglang_k3.attention_backends import NAME
 from sglang_k3.prefix_cache import backend, eviction
@@ -54,6 +55,8 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
             )
         if not ours and value == NAME:
             raise ValueError(f"{option} {NAME} runs Kimi models only: leave it out, or pass torch_native")
+    if ours:
+        refused_flags.check(server_args, "the CPU platform")
     if view.attention_backend is None:
         declare_resolution(server_args, "sglang-k3", attention_backend=NAME if ours else "torch_native")
     previous(server_args)
@@ -101,30 +104,11 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
             "this release serves Kimi K3's text model only: add --json-model-override-args "
             "'{\"language_model_only\": true}' (images are then refused per request)."
         )
-    for flag, allowed, why in (
-        ("speculative_algorithm", (None, "DSPARK"), "this release speculates with DSPARK drafts only"),
-        ("pp_size", (1,), "pipeline parallelism is not in this release: use --tp-size"),
-        ("enable_dp_attention", (False,), "attention data parallelism is not in this release"),
-        ("disaggregation_mode", ("null",), "prefill/decode disaggregation is not in this release"),
-        ("enable_lora", (None, False), "LoRA is not in this release"),
-        ("enable_linear_replayssm", (False,), "the decode ring is a Triton kernel"),
-        ("enable_linear_replayssm_spec", (False,), "the verify ring is a Triton kernel"),
-        ("enable_int8_mamba_checkpoint", (False,), "int8 states would break exact prefix hits"),
-        ("enable_unified_memory", (False,), "the shared pool layout is not supported"),
-        ("enable_lmcache", (False,), "it would take the place of the cache that keeps KDA states"),
-        ("enable_flexkv", (False,), "it would take the place of the cache that keeps KDA states"),
-        ("enable_unified_cache_external_linker", (False,), "it moves no replay records"),
-        ("enable_hierarchical_cache", (False,), "KDA states have no copy on the host in this release"),
-        ("enable_two_batch_overlap", (False,), "the KDA backend takes whole batches"),
-        ("cpu_offload_gb", (0,), "weights stay on the device"),
-        ("kv_cache_dtype", ("auto",), "the latent cache is kept in the model's dtype"),
-        ("mamba_ssm_dtype", (None, "float32", "bfloat16"), "a state is float32, or bfloat16 if asked"),
-    ):
-        value = getattr(view, flag)
-        if value not in allowed:
-            raise ValueError(
-                f"--{flag.replace('_', '-')} {value} cannot work with Kimi models on {where}: {why}."
-            )
+    if view.mamba_ssm_dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(
+            f"--mamba-ssm-dtype {view.mamba_ssm_dtype} cannot work with Kimi models on {where}: a state is "
+            "float32, or bfloat16 if asked."
+        )
     if view.speculative_algorithm is not None:
         _check_speculation(server_args, view)
         _check_draft(view, config)
@@ -191,6 +175,7 @@ def _check_speculation(server_args: Any, view: Any) -> None:
         _anchor(server_args, view)
     for flag, why in (
         ("enable_return_hidden_states", "a speculative step keeps no hidden states of accepted tokens"),
+        ("enable_mixed_chunk", "a prompt's rows and a verify's are batches of their own"),
         ("speculative_use_block_verification", "drafts are accepted one by one"),
         ("speculative_dspark_sps_table_path", "the verify budget measures what a row costs itself"),
         (
@@ -254,12 +239,19 @@ def _check_draft(view: Any, target: Any) -> None:
                 f"its architecture is {architecture}; this release drafts with {ARCHITECTURE} only"
             )
         text = K3Config.from_hf(target.hf_config)
-        DraftConfig.from_file(values).check_target(
+        draft = DraftConfig.from_file(values)
+        draft.check_target(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_layers,
             max_positions=target.context_len,
         )
+        if view.speculative_num_draft_tokens != draft.gamma + 1:
+            raise ConfigError(
+                f"its block has {draft.gamma} drafts, --speculative-dspark-block-size or "
+                f"--speculative-num-draft-tokens asks for {view.speculative_num_draft_tokens - 1}: leave "
+                "both out"
+            )
     except ConfigError as error:
         raise ConfigError(
             f"--speculative-draft-model-path {path} for --model-path {view.model_path}: {error}"

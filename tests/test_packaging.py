@@ -117,8 +117,24 @@ def test_make_target_sets_itself_up(target: str, tmp_path: Path):
     assert "-m venv" in plan and "--editable '.[cpu,test]'" in plan
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/compatibility.md"])
+DOCUMENTS = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_name_files_that_exist(document: str):
-    named = re.findall(r"(?:tests|sglang_k3|docs)/[\w/.]*[\w/]", (ROOT / document).read_text())
-    assert len(named) > 5
-    assert not [path for path in named if not (ROOT / path).exists()]
+    """Paths of this repository in the text, and links beside the page."""
+    text = (ROOT / document).read_text()
+    named = {ROOT / path for path in re.findall(r"(?:tests|sglang_k3|docs)/[\w/.-]*[\w/]", text)}
+    linked = {(ROOT / document).parent / path for path in re.findall(r"\]\(([^)#:]+)[^):]*\)", text)}
+    assert not [str(path) for path in linked | named if not path.exists()]
+
+
+def test_every_document_is_reached_from_the_readme():
+    waiting, seen = [ROOT / "README.md"], set()
+    while waiting:
+        page = waiting.pop()
+        if page.suffix == ".md" and page not in seen:
+            seen.add(page)
+            links = re.findall(r"\]\(([^)#:]+\.md)[^):]*\)", page.read_text())
+            waiting += [(page.parent / link).resolve() for link in links]
+    assert {ROOT / name for name in DOCUMENTS} <= seen

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_k3 import refused_flags
 from sglang_k3.attention_backends.ascend import NAME
 from sglang_k3.kernels.ascend import chip, has_mx
 
@@ -27,6 +28,7 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
                     f"--{flag.replace('_', '-')} {value} cannot run Kimi models on an NPU: leave it out, or "
                     f"pass {NAME}"
                 )
+        refused_flags.check(server_args, "an NPU")
     previous(server_args)
     if view.device == "npu" and serves(server_args):
         _leave_graphs_out(server_args)

@@ -55,6 +55,7 @@ class Server(ServerProcess):
 
     def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         super().__init__("--model-path", str(model), "--device", "cpu", *flags, log=log, env=env)
+        self.headers: dict[str, str] = {}
 
     def close(self) -> None:
         self.kill()
@@ -67,7 +68,7 @@ class Server(ServerProcess):
             self.close()
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 600) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=timeout)
+        return requests.post(self.url + path, json=body, timeout=timeout, headers=self.headers)
 
     def generate(self, ids: list[int], tokens: int, top: int = 0, prompt_logprobs: bool = False) -> Reply:
         """Greedy completion that ignores end-of-sequence."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from sglang_k3.refused_flags import REFUSALS
 from sglang_k3.testing.random_checkpoint import make
 from sglang_k3.testing.random_draft import draft_config
+from tests.compatibility.table import another_value
 
 # Resolves each argument list in one process (importing SGLang takes longer than all of them) and
 # prints, as JSON, what each ended in.
@@ -27,6 +29,7 @@ for arguments in json.load(sys.stdin):
     try:
         server_args = prepare_server_args(arguments)
         server_args.resolve_once()
+        server_args.check_server_args()
         view = resolving_view(server_args)
         results.append(["ok", view.attention_backend, view.radix_cache_backend])
     except (ValueError, AssertionError) as error:
@@ -41,14 +44,10 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("--attention-backend", "torch_native"), "k3", ("--attention-backend torch_native", "k3_cpu")),
     (("--decode-attention-backend", "torch_native"), "k3", ("--decode-attention-backend",)),
     (("--attention-backend", "k3_cpu"), "qwen3", ("--attention-backend k3_cpu", "torch_native")),
-    (("--enable-hierarchical-cache",), "k3", ("--enable-hierarchical-cache", "are one")),
     (("--enable-hierarchical-cache",), "qwen3", ("--enable-hierarchical-cache", "are one")),
     ((*EXACT, "--dtype", "bfloat16"), "k3", ("bfloat16", "--dtype float32")),
     ((*EXACT, "--dtype", "float32", "--mamba-ssm-dtype", "bfloat16"), "k3", ("--mamba-ssm-dtype",)),
     (EXACT, "qwen3", ("deterministic inference", "torch_native")),
-    (("--enable-linear-replayssm",), "k3", ("--enable-linear-replayssm",)),
-    (("--kv-cache-dtype", "fp8_e4m3"), "k3", ("--kv-cache-dtype fp8_e4m3",)),
-    (("--pp-size", "2"), "k3", ("--pp-size 2", "--tp-size")),
     (("--radix-eviction-policy", "value"), "qwen3", ("--radix-eviction-policy value", "Kimi")),
     (
         ("--radix-eviction-policy", "marconi", "--radix-cache-backend", "sglang"),
@@ -79,15 +78,34 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         "k3",
         ("{other_hidden}", "hidden_size 64", "this one has 256"),
     ),
+    (("--dtype", "float32", *SPECULATE, "{fits}", "--enable-mixed-chunk"), "k3", ("--enable-mixed-chunk",)),
+    *(
+        (("--dtype", "float32", *SPECULATE, "{fits}", flag, *value), "k3", (flag,))
+        for flag, value in (
+            ("--speculative-dspark-sps-table-path", ("x.json",)),
+            ("--speculative-dspark-confidence-sts-path", ("x.json",)),
+            ("--speculative-use-block-verification", ()),
+        )
+    ),
     (("--dtype", "float32", *SPECULATE, "{other_vocabulary}"), "k3", ("vocab_size 777", "this one has 512")),
     (("--dtype", "float32", *SPECULATE, "{other_taps}"), "k3", ("taps layers [0, 13]", "0..12")),
     (("--dtype", "float32", *SPECULATE, "{unknown_field}"), "k3", ("unknown field surprise",)),
     (("--dtype", "float32", *SPECULATE, "{qwen3}"), "k3", ("DSparkDraftModel",)),
+    (
+        ("--dtype", "float32", *SPECULATE, "{fits}", "--speculative-dspark-block-size", "3"),
+        "k3",
+        ("7 drafts", "asks for 3"),
+    ),
     ((*SPECULATE, "{fits}"), "qwen3", ("DSPARK on the CPU platform", "Kimi models only")),
     (("--radix-cache-backend", "k3"), "qwen3", ("--radix-cache-backend k3", "Kimi models only")),
     ((), "vision", ("language_model_only",)),
     ((), "k3", ("float16", "--dtype float32")),
 )
+# Without these SGLang refuses the flag before we do.
+COMPANIONS = {
+    "dwdp_size": ("--tp-size", "3"),
+    "enable_return_aux_hidden_states": ("--speculative-algorithm", "EAGLE3"),
+}
 # Flags, on which checkpoint, and the attention backend and prefix cache that it gets.
 ACCEPTED: tuple[tuple[tuple[str, ...], str, tuple[str, str | None]], ...] = (
     (("--dtype", "float32"), "k3", ("k3_cpu", "k3")),
@@ -169,6 +187,18 @@ def test_each_flag_that_cannot_work_is_refused_by_name(
         assert outcome == "refused", f"{flags} on {model}: {outcome} {message}"
         for part in parts:
             assert part in message, f"{flags} on {model}: {message}"
+
+
+def test_each_flag_that_may_only_be_left_alone_is_refused(models: dict[str, Path]) -> None:
+    rules = [(name, refusal) for refusal in REFUSALS for name in refusal.names.split()]
+    cases = [
+        ("--dtype", "float32", *another_value(name, refusal.allowed), *COMPANIONS.get(name, ()))
+        for name, refusal in rules
+    ]
+    results = resolve([arguments(models["k3"], flags) for flags in cases])
+    for (name, refusal), flags, (outcome, message, *_) in zip(rules, cases, results, strict=True):
+        assert outcome == "refused", f"{flags}: {outcome} {message}"
+        assert f"--{name.replace('_', '-')} " in message and refusal.why in message, f"{flags}: {message}"
 
 
 @pytest.mark.parametrize(

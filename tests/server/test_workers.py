@@ -61,7 +61,7 @@ def followed(chooser: Chooser, ids: list[int], worker: str, hit: int) -> bool:
 
 def test_a_killed_worker_that_comes_again_is_followed(workers: dict[str, Worker], tmp_path: Path) -> None:
     """Neither the follower nor the other worker is started anew."""
-    # A prompt's first state stands at the last page that ends 32 tokens before it (README, "Prefix cache").
+    # A prompt's first state stands at the last page that ends 32 tokens before it (docs/prefix_cache.md).
     first, second, third = ([start + i for i in range(203)] for start in (7, 400, 900))
     for worker in workers.values():
         worker.flush()
