@@ -205,7 +205,7 @@ def extend(
     """See `reference.extend`, for gates of a bound. layout is not needed: lengths are read on the device.
 
     States and checkpoints are computed in fp32 whatever the activations' dtype; a bf16 state is rounded
-    where it is stored. About 150 KB of scratch a chunk and head, for a layer at a time.
+    where it is stored. 165 KB of scratch a chunk and head (K = V = 128), for a layer at a time.
     """
     spans = slots, cu_seqlens, fresh, track_offsets, track_slots
     return extend_chunks(q, k, v, g, beta, state_pool, *spans, scale)

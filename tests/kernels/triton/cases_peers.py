@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ def _recurrence(inputs: KDAInputs, state: torch.Tensor) -> tuple[torch.Tensor, t
     """SGLang's (fla's) recurrent KDA over the tokens of one request: o [T, H, V] and the state behind."""
     (tokens, heads, value_dim), key_dim = inputs.v.shape, inputs.k.shape[2]
     o, after = torch.empty_like(inputs.v), state.clone()
+    kernel: Any = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel
     rows = 8
-    fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel[(1, -(-value_dim // rows), heads)](
+    kernel[(1, -(-value_dim // rows), heads)](
         *inputs.tensors,
         o,
         state,

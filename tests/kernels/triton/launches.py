@@ -32,9 +32,9 @@ def _variants(launch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The launch, and those that differ by the tile of a small batch, a tail, or a checkpoint on the way."""
     constants = launch["constants"]
     changes: list[dict[str, Any]] = [{}]
-    if launch["kernel"] in HALVED:
+    if "BV" in constants and launch["kernel"] in HALVED:
         changes.append({"BV": constants["BV"] // 2})
-    if launch["kernel"] == "verify":
+    if "TAIL" in constants and launch["kernel"] == "verify":
         changes.append({"RING": 2 * constants["WIDTH"], "TAIL": constants["WIDTH"]})
     if "TRACK" in constants:
         changes.append({"TRACK": True})
