@@ -24,7 +24,10 @@ class K3KDABackend(MambaAttnBackendBase):
     def __init__(self, model_runner):
         super().__init__(model_runner)
         exact = get_exec().deterministic.enable_deterministic_inference
-        call = Call(torch.device(self.device).type, model_runner.dtype, exact)
+        cache = self.req_to_token_pool.mamba_pool.mamba_cache
+        *_, value_dim, key_dim = cache.temporal.shape
+        dims = {"K": key_dim, "V": value_dim, "taps": cache.conv[0].shape[2] + 1}
+        call = Call(torch.device(self.device).type, model_runner.dtype, exact, dims)
         self.conv_extend = choose("short_conv.extend", call)
         self.conv_decode = choose("short_conv.decode", call)
         self.gate = choose("kda.gate", call)
