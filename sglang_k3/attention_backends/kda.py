@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
 from sglang.srt.runtime_context import get_exec
 
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
+from sglang_k3.models.config import K3Config
 from sglang_k3.speculative.state_pool import records_of
 
 
@@ -27,6 +30,9 @@ class K3KDABackend(MambaAttnBackendBase):
         cache = self.req_to_token_pool.mamba_pool.mamba_cache
         *_, value_dim, key_dim = cache.temporal.shape
         dims = {"K": key_dim, "V": value_dim, "taps": cache.conv[0].shape[2] + 1}
+        bound = K3Config.from_hf(model_runner.model_config.hf_config).kda.gate_lower_bound
+        if bound is not None:
+            dims["gate_bound"] = math.floor(bound)
         call = Call(torch.device(self.device).type, model_runner.dtype, exact, dims)
         self.conv_extend = choose("short_conv.extend", call)
         self.conv_decode = choose("short_conv.decode", call)

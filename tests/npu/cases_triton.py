@@ -45,7 +45,7 @@ def test_doctor_says_that_ours_come_first_and_where_there_is_none(loop):
     start, _, without = told.partition(" there is none of ")
     assert right and start == "SGLANG_K3_KERNELS=triton: our Triton kernels first;"
     assert not table.INTERPRETED & set(without.split(", "))
-    assert {"kda.extend", "linear", "moe.experts"} <= set(without.split(", "))
+    assert {"kda.gate", "linear", "moe.experts"} <= set(without.split(", "))
     for operator in table.INTERPRETED:
         for name, call in doctor._calls().items():
             choice = doctor._choose(operator, name, call)

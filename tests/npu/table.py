@@ -42,7 +42,7 @@ OURS = "ours, in Triton"
 
 INTERPRETED = {
     *("acceptance.chain", "activation.gated", "attention_residual.merge_partial", "attention_residual.mix"),
-    *("gated_rms_norm", "kda.commit", "kda.decode", "kda.verify", "mla.paged_attention"),
+    *("gated_rms_norm", "kda.commit", "kda.decode", "kda.extend", "kda.verify", "mla.paged_attention"),
     *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
 }
 """Operators that our Triton kernels serve in Triton's interpreter, where SGLANG_K3_KERNELS puts them first;
