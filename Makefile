@@ -65,8 +65,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Our Triton kernels are compiled for NPUs by it. Where it is not to be had (x86-64 and Python 3.11 alone), the tests
-# that need it say so and the others run.
+# Our Triton kernels are compiled for NPUs by it. Where it is not to be had (anything but x86-64 and Python 3.11), the
+# tests that need it say so and the others run; where it could be and is not, those tests fail.
 npu-compiler: $(STAMP)
 	@[ -e $(NPU_COMPILER)/.installed ] || { $(BIN)/python -m pip install --quiet --no-deps --target $(NPU_COMPILER) \
 		--requirement tests/kernels/triton/requirements.txt && touch $(NPU_COMPILER)/.installed; } || \
@@ -89,7 +89,7 @@ $(NPU_STAMP): tests/npu/requirements.txt requirements-npu.txt
 	@touch $@
 
 # SGLang keeps one configuration a process: files that share one are a group. Two groups at a time.
-NPU_GROUPS := "serving streams" "vendor" "operators environment bytes" "decode"
+NPU_GROUPS := "serving streams" "vendor" "operators environment bytes" "decode" "triton" "triton_decode"
 
 test-npu: $(NPU_STAMP)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m tests.npu.cann.build $(NPU_VENV)/cann

@@ -11,6 +11,7 @@ from typing import Any
 from sglang_k3 import refused_flags
 from sglang_k3.architectures import ARCHITECTURES, architecture_of
 from sglang_k3.attention_backends import NAME
+from sglang_k3.kernels import order
 from sglang_k3.prefix_cache import backend, eviction
 from sglang_k3.registration import PLUGIN
 
@@ -88,6 +89,7 @@ def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
                 f"--radix-cache-backend {backend.NAME} keeps the states of Kimi models only: leave it out"
             )
         return
+    order.check(view.device)
     if npu:
         from sglang_k3.platforms.npu import refuse as refuse_on_npu
 

@@ -142,9 +142,11 @@ def _show(report: examination.Report, console: Console) -> None:
 
 
 def _kernels(report: examination.Report) -> Table:
-    """One row for each operator: the implementation for each call, with the refusals before it."""
+    """One row for each operator: the implementation for each call, with the refusals before it and what would
+    be asked behind it."""
     calls = list(dict.fromkeys(choice.call for choice in report.choices))
-    table = Table(box=None, title="\nKernels chosen on a CPU, and why not others", title_justify="left")
+    title = f"\nKernels chosen for {report.chosen_for}, and why not others"
+    table = Table(box=None, title=title, title_justify="left")
     table.add_column("operator", no_wrap=True)
     for header in calls:
         table.add_column(header, overflow="fold")
@@ -155,6 +157,8 @@ def _kernels(report: examination.Report) -> Table:
                 cell = Text(choice.implementation or "none", "" if choice.implementation else "bold red")
                 for refusal in choice.refusals:
                     cell.append(f"\n{refusal}", "dim")
+                if choice.behind:
+                    cell.append(f"\nthen {', '.join(choice.behind)}", "dim")
                 cells.append(cell)
         table.add_row(Text(operator), *cells)
     return table

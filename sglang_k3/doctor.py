@@ -36,18 +36,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of one operator for one kind of call, and why others before it were refused."""
+    """The implementation of one operator for one kind of call, and why others before it were refused. behind:
+    those for the device that were not asked, in the order in which they would be."""
 
     operator: str
     call: str
     implementation: str | None
     refusals: tuple[str, ...]
+    behind: tuple[str, ...] = ()
 
 
 @dataclass
 class Report:
     findings: list[Finding] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    chosen_for: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -165,9 +168,11 @@ def _kernels(report: Report) -> None:
         from sglang_k3.kernels import registry
 
         operators = registry.operators()
+        report.add("kernels", "order", *_order())
     except Exception as error:
         report.add("kernels", "registry", False, f"{type(error).__name__}: {error}")
         return
+    report.chosen_for = "a CPU" if _device() == "cpu" else f"an NPU, {_KIMI_K3}"
     for operator in operators:
         for name, call in _calls().items():
             report.choices.append(choice := _choose(operator, name, call))
@@ -180,14 +185,49 @@ def _kernels(report: Report) -> None:
         report.add("self-test", f"{outcome.operator} / {outcome.implementation}", outcome.ok, detail)
 
 
+def _device() -> str:
+    """What this host would serve on."""
+    return "npu" if installed("sglang") is not None and served_device() == "npu" else "cpu"
+
+
+def _order() -> tuple[bool, str]:
+    """Whether this host can ask kernels in the order that SGLANG_K3_KERNELS wants, and what that is.
+
+    Raises ValueError for an unknown value: then nothing can be chosen.
+    """
+    from sglang_k3.kernels import order, registry
+
+    first = order.first()
+    try:
+        order.check(_device())
+    except ValueError as error:
+        return False, str(error)
+    if first is None:
+        default = "each operator's own"
+        if _device() == "cpu":
+            return True, default
+        return True, f"{default}; {order.VARIABLE}={order.TRITON} asks our Triton kernels first"
+    names = {
+        operator: {entry.name for entry in registry.implementations(operator)}
+        for operator in registry.operators()
+    }
+    without = ", ".join(operator for operator, there in names.items() if first not in there)
+    return True, f"{order.VARIABLE}={first}: our Triton kernels first; there is none of {without}"
+
+
+_K3_SIZES = {"K": 128, "V": 128, "taps": 4, "heads": 6, "latent": 512, "rope": 64, "page": 128}
+_KIMI_K3 = "Kimi K3 on 16 ranks with pages of 128"
+
+
 def _calls() -> dict[str, Any]:
-    """The three ways a CPU server is run; or on an NPU the two of its own."""
+    """The three ways a CPU server is run; or on an NPU the two of its own, at Kimi K3's sizes."""
     import torch
 
     from sglang_k3.kernels.registry import Call
 
-    if installed("sglang") is not None and served_device() == "npu":
-        return {"fp32": Call("npu", torch.float32), "bf16": Call("npu", torch.bfloat16)}
+    if _device() == "npu":
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        return {name: Call("npu", dtype, dims=_K3_SIZES) for name, dtype in types.items()}
     return {
         "fp32 exact": Call("cpu", torch.float32, exact=True),
         "fp32 fast": Call("cpu", torch.float32),
@@ -204,4 +244,12 @@ def _choose(operator: str, name: str, call: Any) -> Choice:
         refusals = ((entry.name, entry.refusal(call)) for entry in registry.implementations(operator))
         return Choice(operator, name, None, tuple(f"{entry}: {reason}" for entry, reason in refusals))
     shown = chosen.name + (f" (takes from the host: {chosen.host})" if chosen.host else "")
-    return Choice(operator, name, shown, tuple(f"{entry}: {reason}" for entry, reason in refused))
+    entries = registry.implementations(operator)
+    behind = entries[entries.index(chosen) + 1 :]
+    return Choice(
+        operator,
+        name,
+        shown,
+        tuple(f"{entry}: {reason}" for entry, reason in refused),
+        tuple(entry.name for entry in behind if entry.device == call.device),
+    )

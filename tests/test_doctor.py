@@ -40,6 +40,8 @@ def test_sound_installation_passes_and_shows_every_choice():
     assert "are in force" in found["registrations", "plugin in a worker"]["detail"]
     assert {"loopback", "ipc"} == {name for area, name in found if area == "sockets"}
     assert "GiB available" in found["machine", "memory"]["detail"]
+    assert found["kernels", "order"]["detail"] == "each operator's own"
+    assert report["chosen_for"] == "a CPU"
 
     tested = {name.split(" / ")[0] for area, name in found if area == "self-test"}
     assert {"kda.decode", "kda.extend", "short_conv.decode", "mla.paged_attention", "moe.experts"} <= tested
@@ -54,6 +56,7 @@ def test_sound_installation_passes_and_shows_every_choice():
         *(f"{name}: its rows are not batch-invariant (exact mode)" for name in ("few_rows_or_fp32", "torch")),
         "npu torch: runs on npu, not on cpu",
     ]
+    assert choices["linear", "fp32 fast"]["behind"] == ["torch", "row_dots"]
 
 
 def test_other_sglang_version_is_named_with_the_remedy(tmp_path: Path):
@@ -87,6 +90,15 @@ def test_plugin_left_out_is_named(left_out: tuple[subprocess.CompletedProcess[st
     assert "hook on sglang.srt.model_loader.utils.get_model_architecture was never registered" in done.stdout
     assert "change 'config classes' is not in force" in done.stdout
     assert "SGLANG_PLUGINS=k3cpu is set" in done.stdout
+
+
+@pytest.mark.parametrize("value, said", [("triton", "a server on a CPU: unset it"), ("cuda", "pass triton")])
+def test_an_order_of_kernels_that_cannot_be_had_is_named(value: str, said: str):
+    done = python(*DOCTOR, "--json", SGLANG_K3_KERNELS=value)
+    assert done.returncode == 1, done.stderr
+    wrong = [finding for finding in findings(done).values() if not finding["ok"]]
+    assert [finding["area"] for finding in wrong] == ["kernels"]
+    assert f"SGLANG_K3_KERNELS={value}: " in wrong[0]["detail"] and said in wrong[0]["detail"]
 
 
 def test_wrong_operator_is_named():

@@ -8,9 +8,10 @@ scheduler writes on a stream of its own, the tables of slots, is read once, befo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed import divide
@@ -25,7 +26,6 @@ from sglang_k3.attention_backends.kda import K3KDABackend
 from sglang_k3.attention_backends.mla import K3MLABackend
 from sglang_k3.kernels.ascend import put
 from sglang_k3.kernels.mla.ascend import HostLengths
-from sglang_k3.kernels.registry import Call, resolve
 from sglang_k3.speculative.state_pool import records_of
 
 NAME = "ascend"
@@ -91,35 +91,45 @@ class AscendKDABackend(K3KDABackend):
 class AscendMLABackend(K3MLABackend):
     """Absorbed MLA over SGLang's NPU pool, which keeps latent and rope columns in two buffers."""
 
-    forward_metadata: AscendMetadata
-
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._runner = model_runner
-        self.asks_lengths = False
-        self.lengths: HostLengths | None = None
-        if model_runner.is_draft_worker:
-            return  # a draft attends by its own operator
+        self.whole: Part | None = None
+        self.blocks: list[Part] = []
+
+    def _dims(self, model_runner: Any) -> dict[str, int]:
         config = model_runner.model_config
-        dims = {
+        return {
             "heads": divide(config.num_attention_heads, get_parallel().attn_tp_size),
             "latent": config.kv_lora_rank,
             "rope": config.qk_rope_head_dim,
             "page": self.token_to_kv_pool.page_size,
         }
-        call = Call(torch.device(self.device).type, model_runner.dtype, dims=dims)
-        chosen, _ = resolve("mla.paged_attention", call)
-        self.attend, self.asks_lengths = chosen.function, bool(chosen.host)
 
     def start(self, metadata: AscendMetadata) -> None:
         """A step begins: the scheduler may write its tables from here on, and an operator that takes lengths
         from the host gets them on their way."""
-        self.forward_metadata = metadata
         self._runner.shared_read_done_event = torch.get_device_module(self.device).Event()
         self._runner.shared_read_done_event.record()
-        self.lengths = None
-        if self.asks_lengths and not metadata.lengths:
-            self.lengths = CopiedLengths(metadata.cu_seqlens.diff(), metadata.prefix_lens)
+        if metadata.lengths:
+            self.whole, self.blocks = None, list(_blocks(metadata))
+        else:
+            self.whole, self.blocks = self._of_all(metadata), []
+
+    def _of_all(self, metadata: AscendMetadata) -> Part:
+        """The rows of a decode or verify."""
+        table, counts = metadata.table, metadata.cu_seqlens.diff()
+        assert table is not None
+        return Part(
+            slice(None),
+            table,
+            torch.arange(len(table), device=table.device),
+            metadata.cu_seqlens,
+            metadata.prefix_lens,
+            metadata.reach,
+            metadata.width,
+            CopiedLengths(counts, metadata.prefix_lens) if self.chosen.host else None,
+        )
 
     def _forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """q [T, H*(L+R)], k [T, 1, L+R], v [T, 1, L] -> [T, H*L] in q.dtype."""
@@ -131,63 +141,67 @@ class AscendMLABackend(K3MLABackend):
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, *(part.unsqueeze(1) for part in parts))
         keys, values = pool.get_kv_buffer(layer.layer_id)
         cache = keys.view(-1, latent), values.view(-1, layer.qk_head_dim - latent)
-        batch = self.forward_metadata
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if batch.lengths:
-            out = self._prefill(queries, cache, layer, batch)
+        if self.whole is not None:
+            out = self._attend(self.whole, queries, cache, layer)
         else:
-            out = self._attend(
-                queries,
-                cache,
-                layer,
-                batch.table,
-                batch.cu_seqlens,
-                batch.prefix_lens,
-                batch.reach,
-                batch.width,
-                self.lengths,
-            )
+            # Rows of padding are nobody's.
+            out = queries.new_zeros(*queries.shape[:2], latent)
+            for part in self.blocks:
+                out[part.rows] = self._attend(part, queries, cache, layer)
         return out.reshape(out.shape[0], -1)
 
-    def _attend(
-        self, queries, cache, layer, table, cu_seqlens, prefix_lens, reach, width, lengths
-    ) -> torch.Tensor:
+    def _attend(self, part: Part, queries: torch.Tensor, cache: tuple, layer: Any) -> torch.Tensor:
+        """queries [T, H, L+R] of all rows -> [rows of the part, H, L]."""
         return self.attend(
-            queries,
+            queries[part.rows],
             cache,
-            table,
-            torch.arange(len(table), device=table.device),
-            cu_seqlens,
-            prefix_lens,
+            part.table,
+            part.table_rows,
+            part.cu_seqlens,
+            part.prefix_lens,
             layer.scaling,
             layer.v_head_dim,
-            reach=reach,
-            width=width,
-            lengths=lengths,
+            reach=part.reach,
+            width=part.width,
+            lengths=part.lengths,
         )
 
-    def _prefill(self, queries, cache, layer, batch: AscendMetadata) -> torch.Tensor:
-        """Request by request and block by block, so that nothing is padded to the longest prompt."""
-        assert batch.table is not None
-        out = queries.new_zeros(*queries.shape[:2], layer.v_head_dim)
-        begin = 0
-        for n, (length, prefix) in enumerate(zip(batch.lengths, batch.prefixes, strict=True)):
-            for first in range(0, length, _ROWS):
-                rows = min(_ROWS, length - first)
-                part = slice(begin + first, begin + first + rows)
-                out[part] = self._attend(
-                    queries[part],
-                    cache,
-                    layer,
-                    batch.table[n : n + 1],
-                    torch.arange(2, device=queries.device) * rows,
-                    batch.prefix_lens[n : n + 1] + first,
-                    batch.reach,
-                    rows,
-                    partial(_known, rows, prefix + first + rows),
-                )
-            begin += length
-        return out
+
+class Part(NamedTuple):
+    """Rows of a batch that attend together, and what attention asks of them: `mla.paged_attention`."""
+
+    rows: slice
+    table: torch.Tensor
+    table_rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    prefix_lens: torch.Tensor
+    reach: int
+    width: int
+    lengths: HostLengths | None
+
+
+def _blocks(batch: AscendMetadata) -> Iterator[Part]:
+    """A prefill's rows request by request and block by block, so that nothing is padded to the longest
+    prompt."""
+    table = batch.table
+    assert table is not None
+    first_row = torch.zeros(1, dtype=torch.int64, device=table.device)
+    begin = 0
+    for n, (length, prefix) in enumerate(zip(batch.lengths, batch.prefixes, strict=True)):
+        for first in range(0, length, _ROWS):
+            rows = min(_ROWS, length - first)
+            yield Part(
+                slice(begin + first, begin + first + rows),
+                table[n : n + 1],
+                first_row,
+                torch.arange(0, 2 * rows, rows, device=table.device),
+                batch.prefix_lens[n : n + 1] + first,
+                batch.reach,
+                rows,
+                partial(_known, rows, prefix + first + rows),
+            )
+        begin += length
 
 
 def _known(rows: int, positions: int) -> tuple[list[int], list[int]]:

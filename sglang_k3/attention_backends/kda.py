@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
 from sglang.srt.runtime_context import get_exec
 
 from sglang_k3.attention_backends.metadata import BatchMetadata
 from sglang_k3.kernels.registry import Call, choose
+from sglang_k3.models.config import K3Config
 from sglang_k3.speculative.state_pool import records_of
 
 
@@ -24,7 +27,13 @@ class K3KDABackend(MambaAttnBackendBase):
     def __init__(self, model_runner):
         super().__init__(model_runner)
         exact = get_exec().deterministic.enable_deterministic_inference
-        call = Call(torch.device(self.device).type, model_runner.dtype, exact)
+        cache = self.req_to_token_pool.mamba_pool.mamba_cache
+        *_, value_dim, key_dim = cache.temporal.shape
+        dims = {"K": key_dim, "V": value_dim, "taps": cache.conv[0].shape[2] + 1}
+        bound = K3Config.from_hf(model_runner.model_config.hf_config).kda.gate_lower_bound
+        if bound is not None:
+            dims["gate_bound"] = math.floor(bound)
+        call = Call(torch.device(self.device).type, model_runner.dtype, exact, dims)
         self.conv_extend = choose("short_conv.extend", call)
         self.conv_decode = choose("short_conv.decode", call)
         self.gate = choose("kda.gate", call)

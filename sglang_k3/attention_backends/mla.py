@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_exec
 
 from sglang_k3.attention_backends.metadata import BatchMetadata
-from sglang_k3.kernels.registry import Call, choose
+from sglang_k3.kernels.registry import Call, resolve
 
 
 class K3MLABackend(AttentionBackend):
@@ -25,10 +27,16 @@ class K3MLABackend(AttentionBackend):
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        if model_runner.is_draft_worker:
+            return  # a draft attends by its own operator
         exact = get_exec().deterministic.enable_deterministic_inference
-        self.attend = choose(
-            "mla.paged_attention", Call(torch.device(self.device).type, model_runner.dtype, exact)
-        )
+        call = Call(torch.device(self.device).type, model_runner.dtype, exact, self._dims(model_runner))
+        self.chosen, _ = resolve("mla.paged_attention", call)
+        self.attend = self.chosen.function
+
+    def _dims(self, model_runner: Any) -> dict[str, int]:
+        """Sizes that an implementation may refuse."""
+        return {}
 
     def init_forward_metadata(self, forward_batch) -> None:
         self.forward_metadata = BatchMetadata.build(forward_batch, self.req_to_token_pool)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_k3.kernels import order
+
 logger = logging.getLogger(__name__)
 
 # Every module that registers implementations. A new device adds its modules here (an installed
@@ -158,11 +160,13 @@ def load() -> None:
 
 
 def implementations(operator: str) -> list[Implementation]:
-    """All implementations of an operator, preferred first. Raises KeyError for an unknown one."""
+    """All implementations of an operator in the order in which they are asked. Raises KeyError for an unknown
+    one, ValueError for a wrong SGLANG_K3_KERNELS."""
     load()
     if operator not in _implementations:
         raise KeyError(f"unknown operator {operator!r}; known: {', '.join(operators())}")
-    return list(_implementations[operator])
+    first = order.first()
+    return sorted(_implementations[operator], key=lambda entry: entry.name != first)
 
 
 def operators() -> list[str]:
@@ -172,7 +176,8 @@ def operators() -> list[str]:
 
 def resolve(operator: str, call: Call) -> tuple[Implementation, tuple[tuple[str, str], ...]]:
     """The implementation that takes the call, and the (name, reason) of each refusal before it."""
-    key = (operator, call.device, call.dtype, call.exact, tuple(sorted(call.dims.items())))
+    first = order.first()
+    key = (operator, call.device, call.dtype, call.exact, tuple(sorted(call.dims.items())), first)
     if key not in _choices:
         refused: list[tuple[str, str]] = []
         for entry in implementations(operator):
@@ -180,7 +185,11 @@ def resolve(operator: str, call: Call) -> tuple[Implementation, tuple[tuple[str,
             if reason is None:
                 _choices[key] = (entry, tuple(refused))
                 because = "; ".join(f"{n}: {r}" for n, r in refused)
-                logger.info("%s -> %s%s", operator, entry.name, f" (refused {because})" if because else "")
+                # Somebody asked for it by name, and does not get it.
+                level = logging.WARNING if first in dict(refused) else logging.INFO
+                logger.log(
+                    level, "%s -> %s%s", operator, entry.name, f" (refused {because})" if because else ""
+                )
                 break
             refused.append((entry.name, reason))
         else:

@@ -11,16 +11,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_k3.kernels import order
 from sglang_k3.kernels.ascend import chip
 from sglang_k3.kernels.registry import Call
 
-NAME = "triton"
+NAME = order.TRITON
 PREFERENCE = 5
-"""Below the torch forms (10), until somebody has run these on hardware."""
+"""Below the torch forms (10), until somebody has run these on hardware; SGLANG_K3_KERNELS puts them first."""
 
 MAX_PROGRAMS = 65_535
 """The most programs that CANN starts at once, over all three axes."""
@@ -82,18 +84,40 @@ def start(kernel: Any, items: int, *, cube: bool = False) -> Callable[..., None]
     return kernel[programs(items, cube=cube)]
 
 
+def missing() -> str | None:
+    """What this host lacks to run the kernels; None where nothing is. Looks without importing Triton."""
+    found = importlib.util.find_spec("triton")
+    if found is None:
+        return "triton-ascend is not installed"
+    folders = map(Path, found.submodule_search_locations or ())
+    if not interpreted() and not any((folder / "backends" / "ascend").is_dir() for folder in folders):
+        return "the installed Triton has no backend for Ascend NPUs: triton-ascend brings it"
+    return None
+
+
+_SIDES = ("K", "latent", "rope")
+"""Sizes that are the side of a tile as they are."""
+
+
 def refusal(call: Call) -> str | None:
     """Why the kernels can't take a call on this host."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton-ascend is not installed"
+    if (reason := missing()) is not None:
+        return reason
     if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels compute in float32, not in {call.dtype}"
+    for name in _SIDES:
+        if not _is_power_of_two(value := call.dims.get(name, 1)):
+            return f"{name} {value} is no power of two"
     return None
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and not value & (value - 1)
 
 
 def power_of_two(name: str, value: int) -> int:
     """The value. Raises ValueError where it is none: a Triton tile's side has to be one."""
-    if value < 1 or value & (value - 1):
+    if not _is_power_of_two(value):
         raise ValueError(
             f"{name} = {value}: the Triton kernels take a power of two; use another implementation"
         )

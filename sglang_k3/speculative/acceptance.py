@@ -11,11 +11,12 @@ Two rules, both with the target's own law:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from sglang_k3.kernels.acceptance.reference import chain
+from sglang_k3.kernels.acceptance import reference
 
 
 class Accepted(NamedTuple):
@@ -35,9 +36,13 @@ class Accepted(NamedTuple):
         return Accepted(torch.minimum(self.counts, limits), self.tokens)
 
 
-def accept_equal(candidates: torch.Tensor, chosen: torch.Tensor) -> Accepted:
+def accept_equal(
+    candidates: torch.Tensor,
+    chosen: torch.Tensor,
+    chain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = reference.chain,
+) -> Accepted:
     """candidates [N, D]: anchor and drafts; chosen [N, D]: what the target's sampler chose behind each of
-    them."""
+    them; chain: the operator `acceptance.chain`."""
     return Accepted(chain(candidates, chosen), chosen)
 
 

@@ -35,8 +35,10 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_k3 import registration
 from sglang_k3.attention_backends import NAME
 from sglang_k3.attention_backends.hybrid import K3HybridBackend
+from sglang_k3.kernels.registry import choose
 from sglang_k3.models.dspark_draft import DSparkDraftModel
 from sglang_k3.models.kimi_k3 import KimiK3LinearForCausalLM, Taps
+from sglang_k3.models.runtime import kernel_call
 from sglang_k3.speculative import sampling_rows
 from sglang_k3.speculative.acceptance import Accepted, accept_by_rejection, accept_equal, choose_rows
 from sglang_k3.speculative.proposer import Proposal, Proposer
@@ -88,6 +90,7 @@ class K3DSparkWorker(BaseSpecWorker):
         self._offsets = build_block_pos_offsets(length=self.rows, device=self.device)
         self._generator = torch.Generator(self.device)
         self._generator.manual_seed(target_worker.random_seed ^ _DRAFT_NOISE)
+        self._chain = choose("acceptance.chain", kernel_call(self.model_runner.dtype))
         self._limits = RunLimits(self.device)
         self._planner = RowPlanner(self.rows, target.text, self.device)
         self._penalties = RowPenalties(target.text.vocab_size, self.device)
@@ -384,17 +387,17 @@ class K3DSparkWorker(BaseSpecWorker):
         if self._simulated is not None:
             return self._simulated.accept(candidates, logits.argmax(-1).view(candidates.shape))
         if info.is_all_greedy:
-            return accept_equal(candidates, logits.argmax(-1).view(candidates.shape))
+            return accept_equal(candidates, logits.argmax(-1).view(candidates.shape), self._chain)
         positions = window.positions_2d.reshape(-1)
         rows = sampling_rows.for_rows(info, candidates.shape[1])
         if proposal.distributions is None:
             # The sampler works in place, and logprobs are asked for afterwards.
             chosen = sampling_rows.choose(self.model_runner.sampler, logits.clone(), rows, positions)
-            return accept_equal(candidates, chosen.view(candidates.shape))
+            return accept_equal(candidates, chosen.view(candidates.shape), self._chain)
         drawn_from = proposal.distributions[:, : candidates.shape[1] - 1]
         target = sampling_rows.probabilities(logits, rows, positions).view(*candidates.shape, -1)
         sampled = accept_by_rejection(candidates, target, drawn_from, self._generator)
-        greedy = accept_equal(candidates, logits.argmax(-1).view(candidates.shape))
+        greedy = accept_equal(candidates, logits.argmax(-1).view(candidates.shape), self._chain)
         return choose_rows(info.top_ks.view(-1) <= 1, greedy, sampled)
 
     def _commit(self, batch: ScheduleBatch, depths: torch.Tensor, counts: torch.Tensor) -> None:

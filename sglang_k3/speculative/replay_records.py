@@ -127,7 +127,8 @@ class ReplayRecords:
         self.starts, self.tails = torch.zeros_like(nothing), torch.zeros_like(nothing)
         self.verified = torch.zeros_like(nothing, dtype=torch.bool)
         """[B]: a verify wrote rows that are not committed yet."""
-        call = Call(torch.device(device).type, self.k.dtype, exact)
+        dims = {"K": self.k.shape[-1], "V": self.u.shape[-1], "taps": window_rows + 1}
+        call = Call(torch.device(device).type, self.k.dtype, exact, dims)
         self._commit_states = choose("kda.commit", call)
         self._commit_windows = choose("short_conv.commit", call)
 

@@ -172,6 +172,17 @@ FEATURES = (
         "Triton's interpreter; compiled for 910B3 and 950 (verify)",
         shown_by=("tests/kernels/triton/test_interpreted.py", "tests/kernels/triton/test_compile.py"),
     ),
+    Feature(
+        "`SGLANG_K3_KERNELS=triton`: they serve",
+        "",
+        "refused",
+        "the CPU server's tokens, in Triton's interpreter",
+        shown_by=(
+            "tests/server/test_arguments.py::test_ways_to_verify_are_chosen_by_name",
+            "tests/npu/cases_triton.py",
+            "tests/npu/cases_triton_decode.py",
+        ),
+    ),
 )
 
 SURROUNDINGS = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_k3.kernels import registry
+from sglang_k3.kernels import order, registry, triton_targets
 from sglang_k3.kernels.registry import Call, NoImplementation
 
 OPERATOR = "test.operator"
@@ -82,6 +84,83 @@ def test_a_name_is_taken_once(operator: str) -> None:
     with pytest.raises(ValueError, match="already has an implementation named 'fast'"):
         _add("fast", 2, preference=9)
     assert registry.choose(operator, _call())() == 1
+
+
+def test_kernels_that_are_asked_first_come_before_all_others(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _add("fast", "fast", preference=9)
+    _add("triton", "triton", preference=5)
+    _add("slow", "slow", preference=1)
+    assert registry.choose(operator, _call())() == "fast"
+    monkeypatch.setenv("SGLANG_K3_KERNELS", "triton")
+    assert [entry.name for entry in registry.implementations(operator)] == ["triton", "fast", "slow"]
+    assert registry.choose(operator, _call())() == "triton"
+    monkeypatch.delenv("SGLANG_K3_KERNELS")
+    assert registry.choose(operator, _call())() == "fast"
+
+
+def test_a_call_that_the_kernels_asked_first_refuse_is_a_warning(
+    operator: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _add("fast", "fast", preference=9)
+    _add("triton", "triton", preference=5, supports=lambda call: "K 5 is no power of two")
+    monkeypatch.setenv("SGLANG_K3_KERNELS", "triton")
+    with caplog.at_level(logging.INFO, registry.logger.name):
+        assert registry.choose(operator, _call(K=5))() == "fast"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"{operator} -> fast (refused triton: K 5 is no power of two)")
+    ]
+
+
+def test_an_order_that_cannot_be_had_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    order.check("cpu")
+    order.check("npu")
+    monkeypatch.setenv("SGLANG_K3_KERNELS", "cuda")
+    for ask in (lambda: order.check("npu"), lambda: registry.implementations("linear")):
+        with pytest.raises(ValueError, match="SGLANG_K3_KERNELS=cuda: pass triton, or unset it"):
+            ask()
+    monkeypatch.setenv("SGLANG_K3_KERNELS", "triton")
+    with pytest.raises(ValueError, match=r"=triton: our Triton kernels .* a server on a CPU: unset it"):
+        order.check("cpu")
+
+
+def test_triton_without_an_npus_backend_is_no_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[ModuleSpec] = []
+    monkeypatch.setenv("SGLANG_K3_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_targets.importlib.util, "find_spec", lambda name: next(iter(found), None))
+    with pytest.raises(ValueError, match=r"triton-ascend is not installed. Install it, or unset"):
+        order.check("npu")
+    found.append(ModuleSpec("triton", None, is_package=True))
+    found[0].submodule_search_locations = [str(tmp_path)]
+    with pytest.raises(ValueError, match="no backend for Ascend NPUs: triton-ascend brings it"):
+        order.check("npu")
+    with monkeypatch.context() as interpreting:
+        interpreting.setenv("TRITON_INTERPRET", "1")
+        order.check("npu")
+    (tmp_path / "backends" / "ascend").mkdir(parents=True)
+    order.check("npu")
+
+
+@pytest.mark.parametrize(
+    "operator_name, dims, reason",
+    [
+        ("kda.decode", {"K": 96, "V": 128}, "K 96 is no power of two"),
+        ("kda.commit", {"K": 96, "V": 128}, "K 96 is no power of two"),
+        ("short_conv.extend", {"taps": 3}, "it convolves over 4 tokens, not 3"),
+        ("short_conv.commit", {"taps": 3}, "it convolves over 4 tokens, not 3"),
+        ("mla.paged_attention", {"page": 64, "latent": 448}, "latent 448 is no power of two"),
+    ],
+)
+def test_sizes_that_a_triton_kernel_does_not_take_are_refused_before_a_call(
+    operator_name: str, dims: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (entry,) = (one for one in registry.implementations(operator_name) if one.name == "triton")
+    fits = {"K": 128, "V": 96, "taps": 4, "page": 64, "latent": 512, "rope": 64, "heads": 12}
+    assert entry.refusal(Call("npu", torch.bfloat16, dims=fits)) is None
+    assert entry.refusal(Call("npu", torch.bfloat16, dims=fits | dims)) == reason
 
 
 def test_an_unknown_operator_is_an_error_that_lists_the_known() -> None:

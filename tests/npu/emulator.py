@@ -112,6 +112,7 @@ class Emulator:
         self._runtime = ctypes.CDLL("libascendcl.so")
         self._generators: dict[Any, torch.Generator] = {}
         self._libraries: list[torch.library.Library] = []
+        self._interpreted: set[str] = set()
         self._raw_stream: Callable[[int], int] = importlib.import_module(
             "torch_npu"
         )._C._npu_getCurrentRawStream
@@ -158,6 +159,19 @@ class Emulator:
             return self._call(op, **dict(zip(names, args, strict=False)), **kwargs)
 
         library.impl(name, by_name, "PrivateUse1")
+
+    def interpret(self, namespace: str) -> None:
+        """Operators whose kernels Triton's interpreter runs: over the same bytes, as the rest. Each is
+        computed as it is for CPU tensors, and what it writes is what its schema says."""
+        self._interpreted.add(namespace)
+        library = torch.library.Library(namespace, "IMPL")
+        self._libraries.append(library)
+        for name in torch._C._dispatch_get_all_op_names():
+            if not name.startswith(f"{namespace}::"):
+                continue
+            packet, _, overload = name.partition("::")[2].partition(".")
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            library.impl(packet, partial(self._call, op), "PrivateUse1")
 
     # --- what the runtime says ---------------------------------------------------------------------------
 
@@ -211,7 +225,7 @@ class Emulator:
             self.streams.drain(self._raw_stream(0))
 
     def _function(self, op: Any) -> Callable[..., Any]:
-        if op.namespace == "aten":
+        if op.namespace in ("aten", *self._interpreted):
             return op
         name = op._schema.name
         reference = references.REFERENCES.get(name.removeprefix("npu::"))

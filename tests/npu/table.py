@@ -23,7 +23,7 @@ SERVED = {
     *(
         (operator, "npu torch")
         for operator in (
-            *("attention_residual.block_prepare", "attention_residual.merge_partial"),
+            *("acceptance.chain", "attention_residual.block_prepare", "attention_residual.merge_partial"),
             *("attention_residual.mix", "block_attention", "gated_rms_norm", "kda.commit", "kda.decode"),
             *("kda.gate", "kda.verify", "linear", "linear_batched", "mla.paged_attention", "output_gate"),
             *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
@@ -39,6 +39,14 @@ SERVED_ON_A_950 = {
 """And on an emulated 950, with the checkpoint's packed experts; tests/npu/cases_vendor.py compares."""
 
 OURS = "ours, in Triton"
+
+INTERPRETED = {
+    *("acceptance.chain", "activation.gated", "attention_residual.merge_partial", "attention_residual.mix"),
+    *("gated_rms_norm", "kda.commit", "kda.decode", "kda.extend", "kda.verify", "mla.paged_attention"),
+    *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
+}
+"""Operators that our Triton kernels serve in Triton's interpreter, where SGLANG_K3_KERNELS puts them first;
+tests/npu/cases_triton.py and cases_triton_decode.py compare."""
 
 NEVER_TAKEN = {
     "sgl_kernel_npu situ_and_mul": "no betas",
@@ -62,7 +70,7 @@ def emulated(implementation: registry.Implementation) -> str:
     if key in SERVED_ON_A_950:
         return "served on a 950"
     if implementation.name == "triton":
-        return "interpreter"
+        return "served, interpreted" if implementation.operator in INTERPRETED else "interpreter"
     return "no" if "situ_and_mul" in implementation.name else "alone"
 
 
@@ -99,8 +107,10 @@ def text() -> str:
         "being at hand; and a changed call was noticed (`tests/npu/cases_operators.py`). Emulated: *served*,",
         "the tiny model ran through it under SGLang's scheduler on the emulated NPU",
         "(`tests/npu/cases_serving.py`, `cases_vendor.py`); *alone*, compared with the oracle on its own;",
-        "*interpreter*, compared with it in Triton's interpreter and compiled for both chips (kernels.md).",
-        "Nothing was run on hardware.",
+        "*interpreter*, compared with it in Triton's interpreter and compiled for both chips (kernels.md);",
+        "*served, interpreted*, that and the tiny model ran through it there (`cases_triton.py`,",
+        "`cases_triton_decode.py`), where `SGLANG_K3_KERNELS=triton` asks it first. Nothing was run on",
+        "hardware.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * len(head),

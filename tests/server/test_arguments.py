@@ -212,6 +212,14 @@ def test_each_flag_that_may_only_be_left_alone_is_refused(models: dict[str, Path
             {"SGLANG_K3_RECORDS": "rings"},
             [((), "SGLANG_K3_RECORDS=rings: pass one of plain, folded, ring, anchored")],
         ),
+        (
+            {"SGLANG_K3_KERNELS": "triton"},
+            [((), "SGLANG_K3_KERNELS=triton: our Triton kernels are built for Ascend NPUs")],
+        ),
+        (
+            {"SGLANG_K3_KERNELS": "cuda"},
+            [((), "SGLANG_K3_KERNELS=cuda: pass triton, or unset it")],
+        ),
         ({"SGLANG_RAGGED_VERIFY_MODE": "compact", "SGLANG_K3_RECORDS": "ring"}, [((), None)]),
         ({"SGLANG_SIMULATE_ACC_LEN": "4"}, [((), None)]),
         (

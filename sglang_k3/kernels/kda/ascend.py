@@ -181,6 +181,39 @@ def _enter(state: torch.Tensor, block: Block, u: torch.Tensor) -> torch.Tensor:
     return state * last.exp() + u.transpose(-1, -2) @ left
 
 
+class Entering(NamedTuple):
+    """Which recorded rows a commit enters into which states.
+
+    places [N]: the slots of the states before them, which may be indexed with. at [N, ring]: each request's
+    rows of its bank, oldest first. writes: slots [N] to write, -1 for none, and how many rows [N] enter each.
+    """
+
+    places: torch.Tensor
+    at: torch.Tensor
+    writes: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @staticmethod
+    def of(
+        slots: torch.Tensor,
+        target_slots: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        tracked: tuple[torch.Tensor, torch.Tensor] | None,
+        ring: int,
+    ) -> Entering:
+        """As `reference.commit` is told; tracked: track_offsets and track_slots, None where no checkpoint can
+        lie in these runs."""
+        some = (slots >= 0) & (counts > 0)
+        writes = [(torch.where(some, target_slots, -1), counts)]
+        if tracked is not None:
+            offsets, track_slots = tracked
+            inside = some & (offsets >= 0) & (offsets <= counts)
+            writes.append((torch.where(inside, track_slots, -1), offsets))
+        _, places = present(slots)
+        at = (starts.unsqueeze(1) + torch.arange(ring, device=slots.device)) % ring
+        return Entering(places, at, writes)
+
+
 @register("kda.commit", "npu torch", preference=10, device=DEVICE)
 def commit(
     state_pools: torch.Tensor,
@@ -198,23 +231,15 @@ def commit(
 ) -> None:
     """See `reference.commit`. tracking False: the host knows that no checkpoint lies in these runs, and a
     request's slot is all that is written."""
-    ring = bank_u.shape[2]
-    some = (slots >= 0) & (counts > 0)
-    tracks = some & (track_offsets >= 0) & (track_offsets <= counts)
-    _, places = present(slots)
-    index = torch.arange(ring, device=slots.device)
-    at = (starts.unsqueeze(1) + index) % ring
+    tracked = (track_offsets, track_slots) if tracking else None
+    entering = Entering.of(slots, target_slots, starts, counts, tracked, bank_u.shape[2])
     for part in layer_groups(state_pools, len(slots)):
         pools = state_pools[part]
-        banks = (bank[part][:, bank_rows.unsqueeze(1), at] for bank in (bank_u, bank_k, bank_g))
+        banks = (bank[part][:, bank_rows.unsqueeze(1), entering.at] for bank in (bank_u, bank_k, bank_g))
         u, k, g = (rows.float().transpose(2, 3) for rows in banks)
-        before = pools[:, places].float()
-
-        places_after = [(torch.where(some, target_slots, -1), counts)]
-        if tracking:
-            # The state before the run is read above, so the order does not matter.
-            places_after.append((torch.where(tracks, track_slots, -1), track_offsets))
-        for targets, numbers in places_after:
+        before = pools[:, entering.places].float()
+        # The state before the run is read above, so the order does not matter.
+        for targets, numbers in entering.writes:
             wanted, to = present(targets)
             mask = wanted.view(1, -1, 1, 1, 1)
             pools[:, to] = torch.where(mask, _after(before, u, k, g, numbers).to(pools.dtype), pools[:, to])

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_k3.kernels.ascend import DEVICE, absent, has_mx, package_function, package_operator, present, put
-from sglang_k3.kernels.kda.ascend import layer_groups, normalise
+from sglang_k3.kernels.ascend import DEVICE, absent, has_mx, package_function, package_operator, put
+from sglang_k3.kernels.kda.ascend import Entering, layer_groups, normalise
 from sglang_k3.kernels.registry import Call, register
 
 _HEAD = 128
@@ -92,25 +92,20 @@ def commit(
         return
     operator = _commit_operator()
     assert operator is not None
-    some = (slots >= 0) & (counts > 0)
-    tracks = some & (track_offsets >= 0) & (track_offsets <= counts)
-    places = present(slots)[1]
     ring = bank_u.shape[2]
-    at = (starts.unsqueeze(1) + torch.arange(ring, device=slots.device)) % ring
+    tracked = (track_offsets, track_slots) if tracking else None
+    entering = Entering.of(slots, target_slots, starts, counts, tracked, ring)
     lives = (torch.arange(ring, device=slots.device) < counts.unsqueeze(1)).view(1, -1, ring, 1, 1)
-    runs = [(torch.where(some, target_slots, -1), counts)]
-    if tracking:
-        runs.append((torch.where(tracks, track_slots, -1), track_offsets))
     for part in layer_groups(state_pools, len(slots)):
         # What lies behind the run may be NaN, and is not the operator's to skip.
         u, k, g = (
-            torch.where(lives, bank[part][:, bank_rows.unsqueeze(1), at].float(), 0.0).flatten(0, 1)
+            torch.where(lives, bank[part][:, bank_rows.unsqueeze(1), entering.at].float(), 0.0).flatten(0, 1)
             for bank in (bank_u, bank_k, bank_g)
         )
-        before = state_pools[part][:, places].flatten(0, 1)
-        for targets, numbers in runs:
+        before = state_pools[part][:, entering.places].flatten(0, 1)
+        for targets, numbers in entering.writes:
             states = before.clone()
-            accepted = torch.where(some, numbers, 0).clamp(min=0).to(torch.int32)
+            accepted = torch.where(targets >= 0, numbers, 0).to(torch.int32)
             of_all_layers = accepted.repeat(len(states) // len(slots))
             operator(states, u.half(), normalise(k).half(), g.exp(), of_all_layers)
             for layer, after in zip(state_pools[part], states.unflatten(0, (-1, len(slots))), strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from sglang_k3.kernels import triton_targets
 from sglang_k3.kernels.ascend import DEVICE
+from sglang_k3.kernels.mla.ascend import HostLengths
 from sglang_k3.kernels.registry import Call, register
 from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, power_of_two, programs, start
 
@@ -105,8 +106,8 @@ def paged_attention(
     *,
     reach: int,
     width: int,
+    lengths: HostLengths | None = None,
 ) -> torch.Tensor:
-    """See `reference.paged_attention`, but for the cache in two parts, [S, latent] and [S, R]. width: at
-    least as many new rows as any request has; reach is not needed, as lengths are read on the device."""
+    """See `ascend.paged_attention`. reach and lengths are not asked for: the device reads its own."""
     numbers = token_table, request_rows, cu_seqlens, prefix_lens
     return attention(q, *cache, *numbers, scale, width)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from sglang_k3.kernels import triton_targets
 from sglang_k3.kernels.ascend import DEVICE, request_of_row
-from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, programs, refusal, start
+from sglang_k3.kernels.registry import Call, register
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, programs, start
 
 _ROWS = 64
 """Rows of a prompt that one item goes through."""
 _WIDEST = 512
 """Channels of a block where rows are many and overhead a row counts; 1,024 do not fit a 910B3 twice."""
+
+
+_TAPS = 4
+
+
+def refusal(call: Call) -> str | None:
+    if (taps := call.dims.get("taps", _TAPS)) != _TAPS:
+        return f"it convolves over {_TAPS} tokens, not {taps}"
+    return triton_targets.refusal(call)
 
 
 def _block(channels: int) -> int:
@@ -21,9 +31,9 @@ def _block(channels: int) -> int:
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
     """weight [C, 4] fp32. Raises ValueError for another width."""
-    if weight.shape[1] != 4:
+    if weight.shape[1] != _TAPS:
         raise ValueError(
-            f"a convolution over {weight.shape[1]} tokens: the Triton kernels take 4; "
+            f"a convolution over {weight.shape[1]} tokens: the Triton kernels take {_TAPS}; "
             "use another implementation"
         )
     return weight.contiguous()

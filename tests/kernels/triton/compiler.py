@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / ".npu-compiler"
 MISSING = (
     f"nothing was compiled for an NPU: triton-ascend and ascendnpu-ir are not in {PACKAGES.name}/ "
-    "(make npu-compiler; x86-64 and Python 3.11)"
+    "(make npu-compiler; Linux, x86-64 and Python 3.11)"
 )
 
 # Answers the version that the passes ask for, and hands on what it is given.
@@ -34,6 +35,12 @@ while [ $# -gt 0 ]; do
 done
 [ -z "$to" ] || cp "$from" "$to"
 """
+
+
+def to_be_had(system: str | None = None, machine: str | None = None, python: str | None = None) -> bool:
+    """Whether there are packages of it for a host, by default this one. There, one that is missing fails."""
+    host = (system or platform.system(), machine or platform.machine())
+    return host == ("Linux", "x86_64") and (python or platform.python_version()).startswith("3.11.")
 
 
 def available() -> bool:
@@ -50,7 +57,10 @@ class Outcome:
 
 
 def lower(launches: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """One .ttadapter a launch. Raises RuntimeError with what triton-ascend said of the first that fails."""
+    """One .ttadapter a launch. Raises RuntimeError with what triton-ascend said of the first that fails, and
+    where there is no compiler."""
+    if not available():
+        raise RuntimeError(MISSING)
     given = folder / "launches.json"
     given.write_text(json.dumps(launches))
     script = Path(__file__).with_name("lowering.py")
