@@ -60,7 +60,7 @@ def source(implementation: registry.Implementation) -> str:
     for package in ("sgl_kernel_npu", "torch_npu", "CANN"):
         if implementation.name.startswith(package):
             return package
-    return OURS if implementation.name == "triton" else "torch"
+    return OURS if implementation.name.startswith("triton") else "torch"
 
 
 def emulated(implementation: registry.Implementation) -> str:
@@ -69,8 +69,9 @@ def emulated(implementation: registry.Implementation) -> str:
         return "served"
     if key in SERVED_ON_A_950:
         return "served on a 950"
-    if implementation.name == "triton":
-        return "served, interpreted" if implementation.operator in INTERPRETED else "interpreter"
+    if source(implementation) == OURS:
+        served = implementation.name == "triton" and implementation.operator in INTERPRETED
+        return "served, interpreted" if served else "interpreter"
     return "no" if "situ_and_mul" in implementation.name else "alone"
 
 
