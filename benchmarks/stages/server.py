@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.stages.features import NAMES, is_on, plain_operators, stores_snapshots
 from sglang_k3 import architectures
 from sglang_k3.kernels import registry
+from sglang_k3.kernels.registry import Call, Implementation
 
 VARIABLE = "K3_FEATURES"
 
@@ -26,20 +27,24 @@ def turned_on() -> frozenset[str]:
     return names
 
 
-def _choose_with(plain: tuple[str, ...], others: dict[str, Any] | None = None) -> Any:
-    """A `registry.choose` that hands out the reference for some operators, and for some a function of
-    ours."""
-    original = registry.choose
+Resolved = tuple[Implementation, tuple[tuple[str, str], ...]]
 
-    def choose(operator: str, call: registry.Call) -> Any:
+
+def _resolve_with(plain: tuple[str, ...], others: dict[str, Any] | None = None) -> Any:
+    """A `registry.resolve` that hands out the reference for some operators, and for some a function of
+    ours. `registry.choose` asks it too."""
+    original = registry.resolve
+
+    def resolve(operator: str, call: Call) -> Resolved:
         if others is not None and operator in others:
-            return others[operator]
-        found = {i.name: i.function for i in registry.implementations(operator)}
+            mine = Implementation(operator, "ablation", others[operator], 0, False, "any", lambda call: None)
+            return mine, ()
+        found = {each.name: each for each in registry.implementations(operator)}
         if operator.split(".")[0] in plain and "reference" in found:
-            return found["reference"]
+            return found["reference"], ()
         return original(operator, call)
 
-    return choose
+    return resolve
 
 
 def _apply(on: frozenset[str]) -> None:
@@ -48,7 +53,7 @@ def _apply(on: frozenset[str]) -> None:
         from benchmarks.stages import snapshot_operators
 
         others = {"kda.verify": snapshot_operators.verify, "kda.commit": snapshot_operators.commit}
-    registry.choose = _choose_with(plain_operators(on), others)
+    registry.resolve = _resolve_with(plain_operators(on), others)
     if not is_on(on, "model"):
         architecture = "KimiK3ForConditionalGeneration"
         architectures.ARCHITECTURES[architecture] = "benchmarks.stages.in_tree"

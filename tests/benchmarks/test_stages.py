@@ -12,7 +12,7 @@ from benchmarks.ablation import Report, Run, markdown
 from benchmarks.machine import describe
 from benchmarks.stages import features, snapshot_operators
 from benchmarks.stages.models import TINY, TINY_DRAFT, unpacked
-from benchmarks.stages.server import VARIABLE, _choose_with, turned_on
+from benchmarks.stages.server import VARIABLE, _resolve_with, turned_on
 from sglang_k3.kernels import registry
 from sglang_k3.kernels.registry import Call
 from sglang_k3.models.reference import ReferenceModel
@@ -99,11 +99,9 @@ def test_snapshots_leave_the_states_that_records_leave(dtype: torch.dtype) -> No
 
 def test_pieces_that_are_off_run_on_the_reference_and_others_do_not() -> None:
     on = frozenset(features.NAMES) - {"grouped experts"}
-    choose = _choose_with(features.plain_operators(on))
+    resolve = _resolve_with(features.plain_operators(on))
     names = {
-        operator: next(
-            i.name for i in registry.implementations(operator) if i.function is choose(operator, CALL)
-        )
+        operator: resolve(operator, CALL)[0].name
         for operator in ("moe.route", "moe.experts", "kda.decode", "rms_norm", "linear")
     }
     assert names == {
@@ -113,6 +111,14 @@ def test_pieces_that_are_off_run_on_the_reference_and_others_do_not() -> None:
         "rms_norm": "numba_rows",
         "linear": "few_rows_or_fp32",
     }
+
+
+def test_whoever_chooses_an_operator_gets_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`choose` and `resolve` are two doors to one room."""
+    monkeypatch.setattr(registry, "resolve", _resolve_with(("mla",), {"kda.commit": len}))
+    reference = next(i for i in registry.implementations("mla.paged_attention") if i.name == "reference")
+    assert registry.choose("mla.paged_attention", CALL) is reference.function
+    assert registry.choose("kda.commit", CALL) is len
 
 
 def test_every_operator_of_a_piece_exists() -> None:
