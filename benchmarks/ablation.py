@@ -62,8 +62,8 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     repeats: int
     stages: list[str]
     alone: list[str]
-    pinned: list[str]
     runs: list[Run]
+    pinned: list[str] = []
 
     def seconds(self, stage: str, workload: str, concurrency: int) -> list[float]:
         """Duration of the load in each repeat."""
@@ -122,8 +122,10 @@ def measure(
         stages = [stages[0], plain[-1], *([stages[-1]] if has_draft else [])]
     alone = features.leave_one_out(has_draft) if kind == "all" else []
     pinned = features.pinned(has_draft) if kind == "all" else []
-    labels = [[stage.label for stage in group] for group in (stages, alone, pinned)]
-    report = Report(describe(), model.name, model.regime, list(FLAGS), repeats, *labels, [])
+    shown, left_out, held = ([stage.label for stage in group] for group in (stages, alone, pinned))
+    report = Report(
+        describe(), model.name, model.regime, list(FLAGS), repeats, shown, left_out, runs=[], pinned=held
+    )
     report.runs.extend(_runs_so_far(report, loads, state))
     done = {(run.stage, run.repeat) for run in report.runs}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -215,7 +215,8 @@ def _order() -> tuple[bool, str]:
     return True, f"{order.VARIABLE}={first}: our Triton kernels first; there is none of {without}"
 
 
-_K3_SIZES = {"K": 128, "V": 128, "taps": 4, "heads": 6, "latent": 512, "rope": 64, "page": 128}
+_K3_SIZES = {"K": 128, "V": 128, "taps": 4, "gate_bound": -5}
+_K3_SIZES |= {"heads": 6, "latent": 512, "rope": 64, "page": 128}
 _KIMI_K3 = "Kimi K3 on 16 ranks with pages of 128"
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import compare_ablation
 from benchmarks.ablation import Report, Run
 from benchmarks.compare import INCOMPARABLE, SLOWER
-from benchmarks.machine import describe
+from benchmarks.machine import ROOT, describe
 from benchmarks.schema import save
 from sglang_k3.testing.bench_serving import Figures
 
@@ -24,7 +24,7 @@ def report(*seconds: tuple[float, ...], **changes) -> Report:
         for stage, times in zip(STAGES, seconds, strict=True)
         for repeat, each in enumerate(times)
     ]
-    made = Report(describe(), "tiny-k3", "regime", [], len(seconds[0]), STAGES, [], [], runs)
+    made = Report(describe(), "tiny-k3", "regime", [], len(seconds[0]), STAGES, [], runs)
     return msgspec.structs.replace(made, **changes)
 
 
@@ -69,3 +69,9 @@ def test_what_cannot_be_compared_is_said(gate, tmp_path: Path) -> None:
     assert gate(msgspec.structs.replace(OLD, machine=other))[0] == INCOMPARABLE
     missing = str(tmp_path / "nowhere.json")
     assert compare_ablation.main([missing, missing]) == INCOMPARABLE
+
+
+def test_the_figures_in_docs_are_of_this_schema(capsys: pytest.CaptureFixture) -> None:
+    kept = str(ROOT / "docs" / "benchmarks" / "ablation-tiny.json")
+    assert compare_ablation.main([kept, kept]) == 0
+    assert "DSpark speculation" in capsys.readouterr().out

@@ -166,7 +166,7 @@ def test_a_gain_is_only_claimed_where_every_repeat_shows_it() -> None:
     times = {"first": (8.0, 8.4, 8.8), "+ a": (4.0, 4.0, 4.0), "+ b": (4.1, 3.9, 4.0)}
     times["+ DSpark speculation"] = (2.0, 2.0, 2.0)
     runs = [Run(s, repeat, 2**20, [figures(times[s][repeat])]) for repeat in range(3) for s in stages]
-    text = markdown(Report(describe(), "m", "regime", [], 3, stages, [], [], runs))
+    text = markdown(Report(describe(), "m", "regime", [], 3, stages, [], runs))
     assert "| + a | 4.00 | 2.10 times (2.00 to 2.20) |" in text
     assert "| + b | 4.00 | none (0.98 to 1.03) |" in text
     assert "From first to last: 4.20 times (4.00 to 4.40)." in text
