@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.schema import VERSION, Entry, Report, load
+from benchmarks.schema import VERSION, Entry, R, Report, load
 
 SLOWER, INCOMPARABLE = 1, 2
 
@@ -87,11 +87,7 @@ def lines(old: Report, new: Report) -> list[Line]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    made.add_argument("old", type=Path, metavar="OLD.json")
-    made.add_argument("new", type=Path, metavar="NEW.json")
-    made.add_argument("--tolerance", type=float, default=0.1, help="0.1: up to 10 %% slower passes")
-    options = made.parse_args(arguments)
+    options = parse("compare", __doc__, 0.1, arguments)
     console = Console(soft_wrap=True)
     try:
         old, new = _read(options.old), _read(options.new)
@@ -111,14 +107,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return SLOWER if slower else 0
 
 
-def _read(path: Path) -> Report:
-    """Raises ValueError for a file that does not exist or is no report of this schema."""
+def parse(
+    name: str, description: str | None, tolerance: float, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """A gate's old, new and tolerance; name: of its module in benchmarks."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    made.add_argument("old", type=Path, metavar="OLD.json")
+    made.add_argument("new", type=Path, metavar="NEW.json")
+    passes = f"{tolerance}: up to {100 * tolerance:.0f} %% slower passes"
+    made.add_argument("--tolerance", type=float, default=tolerance, help=passes)
+    return made.parse_args(arguments)
+
+
+def read(path: Path, kind: type[R], what: str) -> R:
+    """Raises ValueError for a file that does not exist or is no report of that kind."""
     try:
-        report = load(path)
+        return load(path, kind)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is not a report of schema {VERSION}: {error}") from error
+        raise ValueError(f"{path} is not a report of {what}: {error}") from error
+
+
+def _read(path: Path) -> Report:
+    """Raises ValueError for a file that does not exist or is no report of this schema."""
+    report = read(path, Report, f"schema {VERSION}")
     if report.version != VERSION:
         raise ValueError(f"{path} has schema {report.version}, this program reads {VERSION}")
     return report

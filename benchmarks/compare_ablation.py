@@ -10,40 +10,49 @@ compared.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ablation import Report
-from benchmarks.compare import INCOMPARABLE, SLOWER
+from benchmarks.compare import INCOMPARABLE, SLOWER, parse, read
 
 _SAME_MACHINE = ("cpu", "cores", "threads", "torch_capability")
 
 
 @dataclass(frozen=True)
+class Share:
+    """A stage's duration by the first stage's: of the medians, and of each repeat."""
+
+    median: float
+    repeats: list[float]
+
+    @staticmethod
+    def of(report: Report, stage: str, load: tuple[str, int]) -> Share:
+        seconds, first = (report.seconds(each, *load) for each in (stage, report.stages[0]))
+        repeats = [a / b for a, b in zip(seconds, first, strict=True)]
+        return Share(statistics.median(seconds) / statistics.median(first), repeats)
+
+
+@dataclass(frozen=True)
 class Line:
-    """One stage under one load: its duration by the first stage's, of the medians and of each repeat."""
+    """One stage under one load, old and new."""
 
     stage: str
     load: tuple[str, int]
-    old: float
-    new: float
-    old_repeats: tuple[float, ...]
-    new_repeats: tuple[float, ...]
+    old: Share
+    new: Share
 
     @property
     def slowdown(self) -> float:
         """0.2: takes 1.2 times as much of the first stage's time."""
-        return self.new / self.old - 1
+        return self.new.median / self.old.median - 1
 
     def slower(self, tolerance: float) -> bool:
-        return self.slowdown > tolerance and min(self.new_repeats) > max(self.old_repeats)
+        return self.slowdown > tolerance and min(self.new.repeats) > max(self.old.repeats)
 
     @property
     def name(self) -> str:
@@ -72,46 +81,17 @@ def obstacles(old: Report, new: Report) -> list[str]:
 
 
 def lines(old: Report, new: Report) -> Iterator[Line]:
-    """Every stage behind the first that both files have."""
-    for load in sorted(loads(old) & loads(new)):
+    """Every stage behind the first, of two reports without obstacles."""
+    for load in sorted(loads(old)):
         for stage in old.stages[1:]:
-            if stage in new.stages:
-                yield Line(stage, load, *_medians(old, new, stage, load), *_repeats(old, new, stage, load))
-
-
-def _medians(old: Report, new: Report, stage: str, load: tuple[str, int]) -> tuple[float, float]:
-    before, after = (
-        statistics.median(report.seconds(stage, *load))
-        / statistics.median(report.seconds(report.stages[0], *load))
-        for report in (old, new)
-    )
-    return before, after
-
-
-def _repeats(
-    old: Report, new: Report, stage: str, load: tuple[str, int]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    before, after = (
-        tuple(
-            seconds / first
-            for seconds, first in zip(
-                report.seconds(stage, *load), report.seconds(report.stages[0], *load), strict=True
-            )
-        )
-        for report in (old, new)
-    )
-    return before, after
+            yield Line(stage, load, Share.of(old, stage, load), Share.of(new, stage, load))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.compare_ablation", description=__doc__)
-    made.add_argument("old", type=Path, metavar="OLD.json")
-    made.add_argument("new", type=Path, metavar="NEW.json")
-    made.add_argument("--tolerance", type=float, default=0.15, help="0.15: up to 15 %% slower passes")
-    options = made.parse_args(arguments)
     console = Console(soft_wrap=True)
+    options = parse("compare_ablation", __doc__, 0.15, arguments)
     try:
-        old, new = _read(options.old), _read(options.new)
+        old, new = (read(path, Report, "this ablation") for path in (options.old, options.new))
     except ValueError as error:
         console.print(f"can't compare: {error}", markup=False)
         return INCOMPARABLE
@@ -128,25 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return SLOWER if slower else 0
 
 
-def _read(path: Path) -> Report:
-    """Raises ValueError for a file that does not exist or is no report of an ablation."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is not a report of this ablation: {error}") from error
-
-
 def _table(compared: Sequence[Line], tolerance: float) -> Table:
     table = Table()
-    for column in ("stage", "load"):
-        table.add_column(column)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("load")
     for column in ("old, of the first", "new, of the first", "slower by"):
         table.add_column(column, justify="right")
     for line in compared:
         style = "red" if line.slower(tolerance) else None
-        cells = f"{line.old:.3f}", f"{line.new:.3f}", f"{line.slowdown:+.1%}"
+        cells = f"{line.old.median:.3f}", f"{line.new.median:.3f}", f"{line.slowdown:+.1%}"
         table.add_row(line.stage, f"{line.load[0]}, {line.load[1]}", *cells, style=style)
     return table
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+R = TypeVar("R")
 
 VERSION = 1
 """Goes up when a key changes its meaning: files of two versions are not compared."""
@@ -126,6 +129,6 @@ def save(report: msgspec.Struct, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def load(path: Path) -> Report:
-    """Raises OSError, or msgspec.DecodeError for a file that is no report of this schema."""
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+def load(path: Path, kind: type[R] = Report) -> R:
+    """Raises OSError, or msgspec.DecodeError for a file that is no report of that kind."""
+    return msgspec.json.decode(path.read_bytes(), type=kind)
