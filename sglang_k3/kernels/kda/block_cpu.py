@@ -19,6 +19,7 @@ import torch
 from numba import njit
 
 from sglang_k3.kernels.kda.block_vectors import COLUMNS, PADDING, TILE, rank_update, tile_products, turn_rows
+from sglang_k3.kernels.kda.chunk_rows_cpu import NEGLIGIBLE
 from sglang_k3.kernels.kda.records_cpu import load_rows, record_inputs, run_commit, run_verify, store_rows
 from sglang_k3.kernels.kda.reference import NORM_EPS
 from sglang_k3.kernels.registry import register
@@ -30,10 +31,6 @@ __all__ = ["commit", "verify"]
 _EPS = np.float32(NORM_EPS)
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-_NOTHING = np.float32(1e-15)
-"""A decay below it is none. What it leaves is less than a rounding of what it meets, and products of two such
-end in denormal numbers, which made a verify behind 24 recorded tokens ten times slower. NaN stays."""
-
 _AHEAD = 2 * TILE
 """How far ahead rows of a state are asked for; what lies behind the last state is ignored."""
 
@@ -63,7 +60,7 @@ def _tail_keys(bank_k, bank_g, start, count, h, keys) -> None:
             keys[i, c] *= factor * keys[0, c]
         for c in range(width):
             decayed = keys[0, c] * exp(bank_g[at, h, c])
-            keys[0, c] = _ZERO if decayed < _NOTHING else decayed
+            keys[0, c] = _ZERO if decayed < NEGLIGIBLE else decayed
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -95,7 +92,7 @@ def _block_inputs(q, k, g, begin, tokens, scale, h, asked, rows, mixing) -> None
             rows[decays, c] = exp(g[t, h, c])
         for c in range(width):
             decayed = rows[running, c] * rows[decays, c]
-            rows[running, c] = _ZERO if decayed < _NOTHING else decayed
+            rows[running, c] = _ZERO if decayed < NEGLIGIBLE else decayed
             rows[key, c] = k[t, h, c]
             rows[query, c] = q[t, h, c]
         squares = _row_products(rows, last, key, query)

@@ -21,9 +21,10 @@ BLOCKS_BELOW = CHUNK // BLOCK - 1
 _EPS = np.float32(NORM_EPS)
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-# A past token that has decayed to this weight is 8 digits below fp32's last place. Without a floor the
-# factors become subnormal, and matrix products of subnormals can be many times slower.
-_NEGLIGIBLE = np.float32(2.0**-50)
+NEGLIGIBLE = np.float32(2.0**-50)
+"""A past token that has decayed to this weight is 8 digits below fp32's last place. Without a floor the
+factors, and products of two, become subnormal, and matrix products of subnormals can be many times slower."""
+
 # What rows of the solution pass on to each other shrinks further, row by row; ten times slower on its way.
 _FADED = np.float32(2.0**-66)
 
@@ -57,7 +58,7 @@ def _decay(product, decay) -> None:
     """product *= decay, in place, but 0 once it is negligible."""
     for i in range(product.shape[0]):
         p = product[i] * decay[i]
-        product[i] = p if p > _NEGLIGIBLE else _ZERO
+        product[i] = p if p > NEGLIGIBLE else _ZERO
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -219,7 +220,7 @@ def _solve_chunk(below, coupling, count, from_state, values, mixing) -> None:
                 mixing[i, j] = below[block - 1, BLOCK + i - start, j]
             else:
                 weight = coupling[i, j - start]
-            if abs(weight) > _NEGLIGIBLE:
+            if abs(weight) > NEGLIGIBLE:
                 _subtract(weight, from_state[j], from_state[i])
                 _subtract(weight, values[j], values[i])
         _flush(from_state[i])
