@@ -37,27 +37,27 @@ class Holdings:
     def _group(self, event: BlockStored | BlockRemoved) -> dict[int, BlockStored]:
         return self.states if event.kv_cache_spec_kind == STATE_KIND else self.blocks
 
-    def hit(self, blocks: Sequence[int], block_size: int) -> int:
-        """Tokens of a prompt (its blocks' hashes in order) that this worker restores: the deepest state
-        within the KV that it holds. The last token of a prompt is always computed: leave its block out if it
-        ends one.
+    def depths(self, blocks: Sequence[int], block_size: int) -> tuple[int, int]:
+        """Tokens of a prompt (its blocks' hashes in order) that this worker restores, which end at the
+        deepest state within the KV that it holds; and those whose KV it holds. The last token of a prompt is
+        always computed: leave its block out if it ends one.
         """
-        found = 0
+        restored = held = 0
         for number, block in enumerate(blocks, 1):
             if block not in self.blocks:
                 break
+            held = number * block_size
             if block in self.states:
-                found = number * block_size
-        return found
+                restored = held
+        return restored, held
+
+    def hit(self, blocks: Sequence[int], block_size: int) -> int:
+        """The tokens that this worker restores."""
+        return self.depths(blocks, block_size)[0]
 
     def kv_hit(self, blocks: Sequence[int], block_size: int) -> int:
         """The same by KV alone, as a consumer counts that knows of no states."""
-        found = 0
-        for number, block in enumerate(blocks, 1):
-            if block not in self.blocks:
-                break
-            found = number * block_size
-        return found
+        return self.depths(blocks, block_size)[1]
 
     def events(self) -> list[BlockStored | AllBlocksCleared]:
         """What a consumer that knows nothing has to be told: parents before children."""

@@ -70,8 +70,7 @@ class Subscriber:
             elif self._question is None or not self._question.late():
                 return self.synced
             else:
-                self._drop_question()
-                self.synced = False
+                self._unanswered()
                 if time.monotonic() >= ends:
                     return False
 
@@ -94,8 +93,7 @@ class Subscriber:
             if question.socket.poll(self._timeout):
                 self._take_answer(question)
             else:
-                self._drop_question()
-                self.synced = False
+                self._unanswered()
                 return False
         return self.synced
 
@@ -152,6 +150,11 @@ class Subscriber:
         self.holdings.apply(batch)
         self.batches += 1
         self._last, self._last_time = number, batch.ts
+
+    def _unanswered(self) -> None:
+        """The worker gave no answer; what it holds is not known any more."""
+        self._drop_question()
+        self.synced = False
 
     def _drop_question(self) -> None:
         if self._question is not None:

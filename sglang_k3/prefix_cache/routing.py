@@ -101,7 +101,7 @@ class Chooser:
 
     def worth(self, held: Holdings, blocks: Sequence[int]) -> tuple[int, float]:
         """(tokens that a worker is expected to restore, what its holdings weigh in tokens)."""
-        hit, kv = held.hit(blocks, self.page), held.kv_hit(blocks, self.page)
+        hit, kv = held.depths(blocks, self.page)
         return hit, hit + self.kv_share * (kv - hit)
 
     def started(self, worker: str) -> None:

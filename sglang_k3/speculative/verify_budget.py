@@ -137,7 +137,7 @@ class VerifyBudget:
         ranked = drafts.ravel()[order]
         ranked = ranked[ranked > 0]
         added = self._totals(count, len(ranked)) - count
-        work = Work(count, context, not all(request.greedy for request in requests))
+        work = self._work(requests, context)
         seconds = self.verify_seconds(work, count + added) + self.draft_seconds(work, sum(drafted))
         # The scheduler's share is the same for any rows; the dearer a step, the more it should yield.
         seconds = seconds + self.rest_seconds(count)
@@ -148,6 +148,10 @@ class VerifyBudget:
         rows = 1 + np.bincount(order[: added[best]] // (self.rows - 1), minlength=count)
         self._judge(requests, drafted, rows, drafts, float(rates[best]), work)
         return self._decision(rows.tolist(), drafts)
+
+    @staticmethod
+    def _work(requests: Sequence[_Request], context: int) -> Work:
+        return Work(len(requests), context, not all(request.greedy for request in requests))
 
     @staticmethod
     def _totals(count: int, drafted: int) -> np.ndarray:
@@ -236,7 +240,7 @@ class VerifyBudget:
         verify_seconds: float,
     ) -> None:
         """counts [N]: tokens accepted, the target's own included. Seconds as measured on rank 0."""
-        work = Work(len(ids), context, not all(self._request(name).greedy for name in ids))
+        work = self._work([self._request(name) for name in ids], context)
         if self._explored > _UNSEEN_STEPS:
             rows = np.array(float(sum(decision.rows)))
             self.verify_times.observe(self._verify_features(work, rows), verify_seconds)
