@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_FORGETTING, _FADING = 0.9, 0.998
+_FORGETTING, _FADING, _GONE = 0.9, 0.998, 1e-3
+"""How much a step leaves of the weight of older ones of its kind, and of all; a kind with less weight than
+the last is dropped, so that their number does not grow with a server's age."""
+
 _OUTLIER = 2.0
 """A step that takes so many times what is expected counts as that: a first call with new shapes prepares its
 kernels, and says nothing about the next one."""
@@ -16,7 +19,8 @@ _SWEEPS = 40
 
 
 class StepTimes:
-    """Seconds of a step by features of its work: least squares with coefficients that are not negative.
+    """Seconds of a step by features of its work, of which the first is 1: least squares with coefficients
+    that are not negative.
 
     A step makes older ones of its kind (work about as large) count less; the other kinds fade slowly. So a
     load that swings finds again what it left, and what varies within the present load does not stand for the
@@ -51,6 +55,7 @@ class StepTimes:
         for sums in self._kinds.values():
             sums *= fading
             together += sums
+        self._kinds = {kind: sums for kind, sums in self._kinds.items() if sums[0, 0] >= _GONE}
         # Features that never varied alone cannot be told apart; a little ridge shares the time among them.
         scale = np.sqrt(np.diag(together)) + 1e-12
         normal = (together[:, :-1] / np.outer(scale, scale) + 1e-4 * np.eye(len(scale))).tolist()

@@ -105,6 +105,16 @@ def test_times_of_another_load_are_not_forgotten_while_one_load_lasts():
         assert times(features) == pytest.approx(features @ made_of, rel=0.15)
 
 
+def test_kinds_of_steps_that_never_come_again_are_dropped():
+    times = StepTimes(2)
+    for i in range(200):
+        times.observe([1.0, 2.0 ** (i % 100)], 1e-3)
+    assert len(times._kinds) == 100
+    for _ in range(4000):
+        times.observe([1.0, 4.0], 1e-3)
+    assert len(times._kinds) == 1 and times(np.array([1.0, 4.0])) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_experts_touched_are_those_of_independent_routes():
     experts, draw = Experts(32, 4), np.random.default_rng(1)
     assert experts.touched(np.array(1.0)) == pytest.approx(4)
