@@ -87,6 +87,8 @@ class Subscriber:
 
     def catch_up(self) -> bool:
         """The same, and wait for the answer. False if the worker does not give it."""
+        # The answer to a question that is under way may have been given long ago, and not been read yet.
+        self._ask_again = self._question is not None
         self.ask()
         while self._question is not None:
             question = self._question

@@ -97,7 +97,8 @@ def publish(publisher: SnapshotPublisher, *batches: list[Any]) -> None:
 
 
 def heard(subscriber: Subscriber) -> Holdings:
-    for _ in range(20):
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends:
         if subscriber.poll(20) and subscriber.catch_up():
             return subscriber.holdings
     raise AssertionError("the subscriber does not catch up")
@@ -114,6 +115,16 @@ def test_a_removed_state_leaves_its_kv(publisher, ports) -> None:
         found = heard(follower)
         assert set(found.blocks) == {1, 2, 3} and found.states[2].token_depth == 32
         assert (found.hit([1, 2, 3], 16), found.kv_hit([1, 2, 3], 16), found.hit([1, 9], 16)) == (32, 48, 0)
+
+
+def test_catching_up_is_not_content_with_an_answer_from_before(publisher, ports) -> None:
+    worker = publisher()
+    publish(worker, [kv(1), state(1, 16)])
+    with Subscriber(*ports) as follower:
+        follower.ask()
+        assert follower._question is not None and follower._question.socket.poll(30_000)
+        publish(worker, [kv(2), state(2, 16)])
+        assert follower.catch_up() and set(follower.holdings.states) == {1, 2}
 
 
 def test_a_late_joiner_gets_what_the_buffer_has_forgotten(publisher, ports) -> None:
@@ -148,9 +159,9 @@ def test_a_worker_that_came_anew_and_said_one_thing_is_noticed_by_its_connection
         publish(worker, [kv(1), state(1, 16)], [kv(2), state(2, 16)])
         assert set(heard(follower).states) == {1, 2}
         publish(publisher(), [kv(7), state(7, 16)])
-        for _ in range(400):
-            if follower.poll(20) and follower.restarts:
-                break
+        ends = time.monotonic() + 30
+        while not (follower.poll(20) and follower.restarts) and time.monotonic() < ends:
+            pass
         assert set(follower.holdings.states) == {7} and follower.restarts == 1 and follower.synced
 
 
