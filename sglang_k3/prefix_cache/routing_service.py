@@ -4,9 +4,9 @@
         --worker a=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \\
         --worker b=tcp://127.0.0.1:6557,tcp://127.0.0.1:6558
 
-POST /choose {"input_ids": [...]} answers {"worker", "hit", "by_load"} and counts a request under way there
-until POST /ended {"worker": ...}. GET /counts answers how choices were made. The router in front sends the
-request where it was told, by a routing key or a target header of its own.
+POST /choose {"input_ids": [...]} answers {"worker", "hit", "by_load", "headers"} and counts a request under
+way there until POST /ended {"worker": ...}. GET /counts answers how choices were made. With --router, the
+URL of an smg, workers go by their URLs and a request with these headers reaches the chosen one through it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 
 from sglang_k3.prefix_cache.events_subscriber import Subscriber
+from sglang_k3.prefix_cache.router_target import RouterWorkers
 from sglang_k3.prefix_cache.routing import Chooser
+
+_ROUTER_READ_S = 0.5
+"""Between two looks at the router's list of workers."""
 
 
 class Prompt(msgspec.Struct):
@@ -30,20 +34,31 @@ class Ended(msgspec.Struct):
 
 
 class Service(ThreadingHTTPServer):
-    """Listens on loopback; one thread follows the workers' events. port: 0 takes a free one."""
+    """Listens on loopback; a thread follows the workers' events, another one the router's list of workers.
+    port: 0 takes a free one. router: whose headers are told; without one there are none."""
 
     daemon_threads = True
 
-    def __init__(self, chooser: Chooser, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, chooser: Chooser, port: int, host: str = "127.0.0.1", router: RouterWorkers | None = None
+    ) -> None:
         super().__init__((host, port), _Handler)
-        self.chooser, self.lock = chooser, threading.Lock()
+        self.chooser, self.lock, self.router = chooser, threading.Lock(), router
         self._stopped = threading.Event()
         threading.Thread(target=self._follow, daemon=True).start()
+        if router is not None:
+            threading.Thread(target=self._follow_router, args=(router,), daemon=True).start()
 
     def _follow(self) -> None:
         while not self._stopped.wait(0.02):
             with self.lock:
                 self.chooser.refresh()
+
+    def _follow_router(self, router: RouterWorkers) -> None:
+        while True:
+            router.refresh()
+            if self._stopped.wait(_ROUTER_READ_S):
+                return
 
     def shutdown(self) -> None:
         self._stopped.set()
@@ -68,7 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
                 with self.server.lock:
                     choice = chooser.choose(prompt.input_ids)
                     chooser.started(choice.worker)
-                self._answer(200, vars(choice))
+                router = self.server.router
+                headers = {} if router is None else router.headers(choice.worker)
+                self._answer(200, {**vars(choice), "headers": headers})
             elif self.path == "/ended":
                 worker = msgspec.json.decode(body, type=Ended).worker
                 with self.server.lock:
@@ -113,6 +130,9 @@ def main() -> None:
     parser.add_argument(
         "--kv-share", type=float, default=0.2, help="what KV without a state weighs, by what is restored"
     )
+    parser.add_argument(
+        "--router", metavar="URL", help="an smg (--policy consistent_hashing) whose headers /choose tells"
+    )
     parser.add_argument("--stale-seconds", type=float, default=10.0)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8800)
@@ -125,7 +145,8 @@ def main() -> None:
         kv_share=arguments.kv_share,
         stale_s=arguments.stale_seconds,
     )
-    Service(chooser, arguments.port, arguments.host).serve_forever()
+    router = RouterWorkers(arguments.router) if arguments.router else None
+    Service(chooser, arguments.port, arguments.host, router).serve_forever()
 
 
 if __name__ == "__main__":

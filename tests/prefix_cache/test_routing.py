@@ -172,7 +172,10 @@ def test_the_service_answers_what_the_chooser_says(workers) -> None:
                     break
             time.sleep(0.05)
         first = post("/choose", {"input_ids": ids})
-        assert (first.status_code, first.json()) == (200, {"worker": "b", "hit": 64, "by_load": False})
+        assert (first.status_code, first.json()) == (
+            200,
+            {"worker": "b", "hit": 64, "by_load": False, "headers": {}},
+        )
         # Two under way at b weigh more than what it holds.
         assert post("/choose", {"input_ids": ids}).json()["worker"] == "b"
         assert post("/choose", {"input_ids": ids}).json()["worker"] == "a"

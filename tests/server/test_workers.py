@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from benchmarks import prefix_cache_traces as traces
-from benchmarks.routing import BY_STATES, IN_TURN, PAGE, Worker, play
+from benchmarks.routing import BY_STATES, IN_TURN, NEW_TOKENS, PAGE, Worker, play
 from sglang_k3.prefix_cache.events_subscriber import Subscriber
+from sglang_k3.prefix_cache.router_target import RouterWorkers
 from sglang_k3.prefix_cache.routing import Chooser
+from sglang_k3.prefix_cache.routing_service import Service
+from sglang_k3.testing.router_process import RouterProcess
 from sglang_k3.testing.streams import post
 from sglang_k3.training import tokenizer as bpe
 from sglang_k3.training.data import read_corpus
@@ -40,6 +45,54 @@ def test_one_request_at_a_time_every_hit_is_foreseen(workers: dict[str, Worker])
     assert errors == [0] * len(asked)
     in_turn, _ = play(asked, workers, IN_TURN, at_once=1)
     assert sum(by_states) > 1.1 * sum(in_turn) > 0
+
+
+def test_a_router_in_front_sends_each_request_where_its_state_is(
+    workers: dict[str, Worker], tmp_path: Path
+) -> None:
+    """The service chooses, a real smg sends, and what was foreseen is what the server says was cached."""
+    for worker in workers.values():
+        worker.flush()
+    subscribers = {worker.server.url: Subscriber(*worker.sockets) for worker in workers.values()}
+    with RouterProcess(list(subscribers), tmp_path / "router.log") as router:
+        chooser = Chooser(subscribers, PAGE)
+        service = Service(chooser, port=0, router=RouterWorkers(router.url))
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{service.server_address[1]}"
+        sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        reached, hits, before = set(), 0, ""
+        try:
+            for request in traces.coding(bpe.load(TINY), read_corpus()).requests[:24]:
+                # What the last answer stored has been told.
+                time.sleep(0.3)
+                with service.lock:
+                    chooser.refresh(patience_ms=5000)
+                choice = requests.post(f"{url}/choose", json={"input_ids": request.prompt}, timeout=60).json()
+                assert choice["headers"], "the router has not told its workers"
+                answer = requests.post(
+                    f"{router.url}/generate",
+                    json={"input_ids": request.prompt, "sampling_params": sampling},
+                    headers=choice["headers"],
+                    timeout=600,
+                )
+                answer.raise_for_status()
+                assert answer.headers["X-SMG-Routed-Worker-Id"] == choice["worker"]
+                assert answer.json()["meta_info"]["cached_tokens"] == choice["hit"]
+                # One is told to have ended behind the next one's choice, which goes elsewhere where nothing
+                # is to be restored.
+                if before:
+                    ended = requests.post(f"{url}/ended", json={"worker": before}, timeout=60)
+                    ended.raise_for_status()
+                before = choice["worker"]
+                reached.add(choice["worker"])
+                hits += choice["hit"] > 0
+        finally:
+            service.shutdown()
+            service.server_close()
+            with service.lock:
+                for subscriber in subscribers.values():
+                    subscriber.close()
+    assert reached == set(subscribers) and hits >= 10
 
 
 def ask(worker: Worker, ids: list[int]) -> int:
