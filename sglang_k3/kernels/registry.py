@@ -101,7 +101,7 @@ class Implementation:
     """One way to compute an operator. `exact` says whether its rows are batch-invariant.
 
     `host` names what it has to know on the host, which makes a step on a device wait once for a copy; empty
-    for none.
+    for none. `composed`: it runs the operator's parts after one another, and saves nothing over them.
     """
 
     operator: str
@@ -112,6 +112,7 @@ class Implementation:
     device: str
     supports: Callable[[Call], str | None]
     host: str = ""
+    composed: bool = False
 
     def refusal(self, call: Call) -> str | None:
         """None when the call can be taken, else the reason it can't."""
@@ -139,6 +140,7 @@ def register(
     device: str = "cpu",
     supports: Callable[[Call], str | None] = lambda call: None,
     host: str = "",
+    composed: bool = False,
 ):
     """Decorator. Higher `preference` is asked first; the reference registers with 0, device "any"."""
 
@@ -146,7 +148,9 @@ def register(
         entries = _implementations.setdefault(operator, [])
         if any(e.name == name for e in entries):
             raise ValueError(f"{operator} already has an implementation named {name!r}")
-        entries.append(Implementation(operator, name, function, preference, exact, device, supports, host))
+        entries.append(
+            Implementation(operator, name, function, preference, exact, device, supports, host, composed)
+        )
         entries.sort(key=lambda e: -e.preference)
         return function
 
@@ -202,3 +206,9 @@ def resolve(operator: str, call: Call) -> tuple[Implementation, tuple[tuple[str,
 def choose(operator: str, call: Call) -> Callable:
     """The function that implements `operator` for `call`. Raises NoImplementation."""
     return resolve(operator, call)[0].function
+
+
+def choose_fused(operator: str, call: Call) -> Callable | None:
+    """As `choose`, but None where what takes the call is composed: its parts, chosen each for itself, do."""
+    choice = resolve(operator, call)[0]
+    return None if choice.composed else choice.function

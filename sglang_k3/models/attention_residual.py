@@ -1,8 +1,8 @@
 """The residual stream: attention residuals over a bank of block sums (K3), or a plain sum (Kimi Linear).
 
-Both have the same three verbs, so a decoder layer reads the same for either:
+Both have the same verbs, so a decoder layer reads the same for either:
 
-    h = stream.read(reader)     what the next sub-layer sees
+    h = stream.read(reader)     the residual mix, or stream.read_normed(reader, norm), what a sub-layer sees
     stream.close_block()        K3: the running sum joins the bank and starts anew
     stream.add(out)             the sub-layer's output joins the running sum
 
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from sglang_k3.kernels.attention_residual.summary import Summary
-from sglang_k3.kernels.registry import choose
+from sglang_k3.kernels.registry import choose, choose_fused
+from sglang_k3.models.layers import RMSNorm
 from sglang_k3.models.runtime import exact_mode, kernel_call
 
 # The two-phase form keeps one [T, D] fp32 partial result per later reader of the block. It saves reading
@@ -45,13 +46,16 @@ class ResidualReader(nn.Module):
 
 @dataclass
 class Kernels:
-    """The operators of one model, chosen once; eps of the key norm; whether exact mode is on."""
+    """The operators of one model, chosen once; eps of the key norm; whether exact mode is on. The last two do
+    a mix and the next norm in one pass; None where the device has no such operator."""
 
     mix: Callable[..., torch.Tensor]
     prepare: Callable[..., Summary]
     merge: Callable[..., torch.Tensor]
     eps: float
     exact: bool
+    mix_norm: Callable[..., torch.Tensor] | None = None
+    merge_norm: Callable[..., torch.Tensor] | None = None
 
     @staticmethod
     def chosen(eps: float) -> Kernels:
@@ -62,6 +66,8 @@ class Kernels:
             merge=choose("attention_residual.merge_partial", call),
             eps=eps,
             exact=exact_mode(),
+            mix_norm=choose_fused("attention_residual.mix_norm", call),
+            merge_norm=choose_fused("attention_residual.merge_norm", call),
         )
 
 
@@ -83,18 +89,35 @@ class BankedStream:
         self.summary: Summary | None = None
 
     def read(self, reader: ResidualReader | None) -> torch.Tensor:
+        return self._read(reader, self.kernels.mix, self.kernels.merge)
+
+    def read_normed(self, reader: ResidualReader | None, norm: RMSNorm) -> torch.Tensor:
+        """`norm` of what the reader sees, in one operator where there is one."""
+        mix, merge = self.kernels.mix_norm, self.kernels.merge_norm
+        if mix is None or merge is None or self.rows == 0:
+            return norm(self.read(reader))
+        return self._read(reader, mix, merge, norm.weight, norm.eps)
+
+    def _read(
+        self,
+        reader: ResidualReader | None,
+        mix: Callable[..., torch.Tensor],
+        merge: Callable[..., torch.Tensor],
+        *norm: torch.Tensor | float,
+    ) -> torch.Tensor:
+        """By `mix`, or in two phases by `merge`; norm: what a fused form takes besides."""
         assert reader is not None and self.partial is not None, "a block's first sub-layer has not answered"
         kernels = self.kernels
         if self.rows == 0:
             return self.partial
         if not self.two_phase:
-            return kernels.mix(self.partial, self.bank[: self.rows], reader.key_weight, kernels.eps)
+            return mix(self.partial, self.bank[: self.rows], reader.key_weight, kernels.eps, *norm)
         summary = self.summary
         if summary is None:
             summary = kernels.prepare(self.bank[: self.rows], self.readers[self.rows], kernels.eps)
             self.summary = summary
         acc, maximum, total = (part[reader.index] for part in summary)
-        return kernels.merge(self.partial, acc, maximum, total, reader.key_weight, kernels.eps)
+        return merge(self.partial, acc, maximum, total, reader.key_weight, kernels.eps, *norm)
 
     def close_block(self) -> None:
         assert self.partial is not None
@@ -115,6 +138,9 @@ class PlainStream:
 
     def read(self, reader: ResidualReader | None) -> torch.Tensor:
         return self.partial
+
+    def read_normed(self, reader: ResidualReader | None, norm: RMSNorm) -> torch.Tensor:
+        return norm(self.partial)
 
     def close_block(self) -> None:
         raise AssertionError("a plain residual stream has no blocks")

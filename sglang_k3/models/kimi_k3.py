@@ -56,9 +56,7 @@ class Taps:
         mixed: torch.Tensor,
         stream: BankedStream | PlainStream,
     ) -> None:
-        """After `layer`: mixed [T, D] is what the next reader sees of the stream."""
-        if layer not in self.layers:
-            return
+        """After `layer`, one of `layers`: mixed [T, D] is what the next reader sees of the stream."""
         if self.mixture:
             tapped[layer] = mixed
         else:
@@ -105,13 +103,12 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, LatentMoE):
             self.mlp.router.prepare()
 
-    def forward(self, h: torch.Tensor, stream: BankedStream | PlainStream, forward_batch) -> None:
-        """h [T, D]: the stream as the attention reader sees it."""
+    def forward(self, x: torch.Tensor, stream: BankedStream | PlainStream, forward_batch) -> None:
+        """x [T, D]: the stream as the attention sees it, normed by `input_layernorm`."""
         if self.starts_block:
             stream.close_block()
-        stream.add(self.self_attn(self.input_layernorm(h), forward_batch))
-        h = stream.read(self.mlp_reader)
-        stream.add(self.mlp(self.post_attention_layernorm(h)))
+        stream.add(self.self_attn(x, forward_batch))
+        stream.add(self.mlp(stream.read_normed(self.mlp_reader, self.post_attention_layernorm)))
 
 
 class K3TextModel(nn.Module):
@@ -172,15 +169,25 @@ class K3TextModel(nn.Module):
             stream = BankedStream(hidden, blocks, self.reader_weights, self.residual_kernels)
         tapped: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(cast(Iterable[DecoderLayer], self.layers)):
-            h = stream.read(layer.attention_reader)
-            if self.taps is not None:
-                self.taps.take(tapped, index - 1, h, stream)
-            layer(h, stream, forward_batch)
-        h = stream.read(self.output_reader)
-        if self.taps is None:
-            return self.norm(h), None
-        self.taps.take(tapped, len(self.layers) - 1, h, stream)
-        return self.norm(h), [tapped[layer] for layer in self.taps.layers]
+            x = self._read(stream, layer.attention_reader, layer.input_layernorm, index - 1, tapped)
+            layer(x, stream, forward_batch)
+        x = self._read(stream, self.output_reader, self.norm, len(self.layers) - 1, tapped)
+        return x, None if self.taps is None else [tapped[layer] for layer in self.taps.layers]
+
+    def _read(
+        self,
+        stream: BankedStream | PlainStream,
+        reader: ResidualReader | None,
+        norm: RMSNorm,
+        layer: int,
+        tapped: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        """What follows `layer` sees of the stream, normed [T, D]; a draft model takes it before its norm."""
+        if self.taps is None or layer not in self.taps.layers:
+            return stream.read_normed(reader, norm)
+        mixed = stream.read(reader)
+        self.taps.take(tapped, layer, mixed, stream)
+        return norm(mixed)
 
 
 class KimiK3LinearForCausalLM(nn.Module):

@@ -40,6 +40,24 @@ def test_the_preferred_implementation_that_takes_the_call_is_chosen(operator: st
     assert registry.choose(operator, _call(K=5))() == "slow"
 
 
+def test_an_operator_that_only_runs_its_parts_is_no_fused_one(operator: str) -> None:
+    _add("parts", "parts", preference=1, composed=True)
+    _add(
+        "one pass", "one pass", preference=9, supports=lambda call: "K is odd" if call.dims["K"] % 2 else None
+    )
+    fused = registry.choose_fused(operator, _call(K=4))
+    assert fused is not None and fused() == "one pass"
+    assert registry.choose_fused(operator, _call(K=5)) is None
+    assert registry.choose(operator, _call(K=5))() == "parts"
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("form", ["mix_norm", "merge_norm"])
+def test_a_mix_with_its_norm_is_by_default_the_two_operators(device: str, form: str) -> None:
+    """So a CPU's bits are those of the two, and an NPU's norm stays torch_npu's."""
+    assert registry.choose_fused(f"attention_residual.{form}", Call(device, torch.bfloat16)) is None
+
+
 def test_refusals_before_the_choice_are_named_and_logged_once(
     operator: str, caplog: pytest.LogCaptureFixture
 ) -> None:

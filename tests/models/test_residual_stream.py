@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from sglang_k3.kernels.attention_residual import cpu, reference
+from sglang_k3.kernels.rms_norm.cpu import rms_norm
 from sglang_k3.models.attention_residual import BankedStream, Kernels, PlainStream, ResidualReader
+from sglang_k3.models.layers import RMSNorm
 
 WIDTH, EPS, BLOCK, LAYERS = 96, 1e-5, 3, 8
 
 
 def kernels(module, exact: bool) -> Kernels:
     return Kernels(module.mix, module.block_prepare, module.merge_partial, EPS, exact)
+
+
+class Norm(torch.nn.Module):
+    """What a stream asks of the model's RMSNorm, whose kernels a served process chooses."""
+
+    eps = EPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.linspace(0.5, 2.0, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def readers() -> tuple[list[tuple[ResidualReader, ResidualReader]], ResidualReader, list[torch.Tensor]]:
@@ -61,6 +79,35 @@ def test_two_phases_give_what_the_plain_mix_gives(tokens: int) -> None:
         plain.add(answer)
         phased.add(answer)
     read(last)
+
+
+@pytest.mark.parametrize("tokens, exact", [(5, False), (65, False), (5, True)])
+def test_a_read_with_its_norm_in_one_operator_is_the_read_and_the_norm(tokens: int, exact: bool) -> None:
+    """Of the first phase and the second, of the plain mix, and before there is a bank."""
+    pairs, _, stacks = readers()
+    first, second = pairs[0]
+    norm, ran = cast(RMSNorm, Norm()), []
+    hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+
+    def counted(name: str) -> Any:
+        def call(*arguments: Any) -> torch.Tensor:
+            ran.append(name)
+            return getattr(cpu, name)(*arguments)
+
+        return call
+
+    parts = kernels(cpu, exact)
+    fused = replace(parts, mix_norm=counted("mix_norm"), merge_norm=counted("merge_norm"))
+    streams = [BankedStream(hidden, 3, stacks, chosen) for chosen in (parts, fused)]
+    assert torch.equal(*(stream.read_normed(first, norm) for stream in streams))
+    assert not ran
+    for stream in streams:
+        stream.close_block()
+        stream.add(hidden.sin())
+    apart, together = (stream.read_normed(second, norm) for stream in streams)
+    assert torch.equal(apart, together) and torch.equal(apart, norm(streams[0].read(second)))
+    assert ran == ["merge_norm" if streams[1].two_phase else "mix_norm"]
+    assert streams[1].two_phase == (tokens <= 64 and not exact)
 
 
 def test_the_bank_takes_the_sum_from_before_the_mix_and_the_sum_starts_anew() -> None:

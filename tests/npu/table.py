@@ -41,8 +41,17 @@ SERVED_ON_A_950 = {
 OURS = "ours, in Triton"
 
 INTERPRETED = {
-    *("acceptance.chain", "activation.gated", "attention_residual.merge_partial", "attention_residual.mix"),
-    *("gated_rms_norm", "kda.commit", "kda.decode", "kda.extend", "kda.verify", "mla.paged_attention"),
+    *("acceptance.chain", "activation.gated", "attention_residual.block_prepare"),
+    *("attention_residual.merge_norm", "attention_residual.merge_partial", "attention_residual.mix"),
+    *(
+        "attention_residual.mix_norm",
+        "gated_rms_norm",
+        "kda.commit",
+        "kda.decode",
+        "kda.extend",
+        "kda.verify",
+        "mla.paged_attention",
+    ),
     *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
 }
 """Operators that our Triton kernels serve in Triton's interpreter, where SGLANG_K3_KERNELS puts them first;

@@ -13,5 +13,9 @@ register("attention_residual.block_prepare", "npu torch", preference=10, device=
 register("attention_residual.merge_partial", "npu torch", preference=10, device=DEVICE)(
     reference.merge_partial
 )
-register("attention_residual.mix_norm", "npu torch", preference=10, device=DEVICE)(reference.mix_norm)
-register("attention_residual.merge_norm", "npu torch", preference=10, device=DEVICE)(reference.merge_norm)
+register("attention_residual.mix_norm", "npu torch", preference=10, device=DEVICE, composed=True)(
+    reference.mix_norm
+)
+register("attention_residual.merge_norm", "npu torch", preference=10, device=DEVICE, composed=True)(
+    reference.merge_norm
+)

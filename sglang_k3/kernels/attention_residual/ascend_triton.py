@@ -1,20 +1,26 @@
-"""Launches of attention_residual/triton.py as torch operators that graphs take. Not run on hardware.
-
-block_prepare has none: it is two products of a bank with its readers, which torch hands to the cube units.
-"""
+"""Launches of attention_residual/triton*.py as torch operators that graphs take. Not run on hardware."""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_k3.kernels.ascend import DEVICE
+from sglang_k3.kernels.attention_residual.summary import Summary
 from sglang_k3.kernels.registry import register
 from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
 
+_COLUMNS = 128
+_GROUP = 4
+"""Tokens that share one load of the key weights: 64 of them, the most that are mixed so, are 16 items."""
+_SHORTEST, _TALLEST = 16, 32
+"""Rows of a tile: the side of a cube unit's product at least, and no more where a token alone has no more."""
+_MIXES = 32
+"""Kimi K3's blocks have 24 readers."""
 
-def _width(columns: int) -> int:
-    """The tile that holds a row."""
-    return 1 << (columns - 1).bit_length()
+
+def _power(count: int) -> int:
+    """The tile that holds so many."""
+    return 1 << (count - 1).bit_length()
 
 
 def _mix(
@@ -44,7 +50,7 @@ def _mix(
             rows,
             bank.stride(0),
             D=width,
-            BD=_width(width),
+            BD=_power(width),
             NORM=norm_weight is not None,
         )
     return out
@@ -78,7 +84,7 @@ def _merge(
             norm_eps,
             tokens,
             D=width,
-            BD=_width(width),
+            BD=_power(width),
             NORM=norm_weight is not None,
         )
     return out
@@ -133,6 +139,57 @@ def merge_norm(
 ) -> torch.Tensor:
     """See `reference.merge_norm`."""
     return _merge(partial, acc, maximum, total, key_weight, eps, norm_weight, norm_eps)
+
+
+@torch.library.custom_op("sglang_k3::attention_residual_prepare", mutates_args=())
+def _prepare(
+    bank: torch.Tensor, key_weights: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `reference.block_prepare`'s Summary."""
+    from sglang_k3.kernels.attention_residual import triton_prepare as kernels
+
+    (rows, tokens, width), mixes = bank.shape, key_weights.shape[0]
+    acc, maximum, total = _summary_like(bank, key_weights)
+    if not rows:
+        return acc.zero_(), maximum.fill_(float("-inf")), total.zero_()
+    bank = bank if bank.stride()[1:] == (width, 1) else bank.contiguous()
+    depth = _power(rows)
+    group = max(1, min(_GROUP, _TALLEST // depth))
+    if items := -(-tokens // group) * -(-mixes // _MIXES):
+        start(kernels.block_prepare, items, cube=True)(
+            bank,
+            key_weights.contiguous(),
+            acc,
+            maximum,
+            total,
+            eps,
+            items,
+            tokens,
+            rows,
+            mixes,
+            bank.stride(0),
+            D=width,
+            BC=_COLUMNS,
+            GROUP=group,
+            DEPTH=depth,
+            ROWS=max(_SHORTEST, group * depth),
+            MIXES=_MIXES,
+        )
+    return acc, maximum, total
+
+
+@torch.library.register_fake("sglang_k3::attention_residual_prepare")
+def _summary_like(bank, key_weights, *rest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixes, (_, tokens, width) = key_weights.shape[0], bank.shape
+    acc = bank.new_empty(mixes, tokens, width, dtype=torch.float32)
+    maximum, total = (bank.new_empty(mixes, tokens, dtype=torch.float32) for _ in range(2))
+    return acc, maximum, total
+
+
+@register("attention_residual.block_prepare", NAME, preference=PREFERENCE, device=DEVICE, supports=refusal)
+def block_prepare(bank: torch.Tensor, key_weights: torch.Tensor, eps: float) -> Summary:
+    """See `reference.block_prepare`."""
+    return Summary(*_prepare(bank, key_weights, eps))
 
 
 @torch.library.register_fake("sglang_k3::attention_residual_mix")

@@ -95,7 +95,9 @@ def merge_partial(
 # With the next norm: an NPU saves a pass over memory by it; here they are their two parts.
 
 
-@registry.register("attention_residual.mix_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+@registry.register(
+    "attention_residual.mix_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16, composed=True
+)
 def mix_norm(
     partial: torch.Tensor,
     bank: torch.Tensor,
@@ -108,7 +110,9 @@ def mix_norm(
     return rms_norm(mix(partial, bank, key_weight, eps), norm_weight, norm_eps)
 
 
-@registry.register("attention_residual.merge_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16)
+@registry.register(
+    "attention_residual.merge_norm", "numba", preference=10, exact=True, supports=fp32_or_bf16, composed=True
+)
 def merge_norm(
     partial: torch.Tensor,
     acc: torch.Tensor,

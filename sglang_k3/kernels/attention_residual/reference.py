@@ -59,7 +59,7 @@ def merge_partial(
     return (mixed / (total * bank_share + row_share).unsqueeze(-1)).to(partial.dtype)
 
 
-@registry.register("attention_residual.mix_norm", "reference", preference=0, device="any")
+@registry.register("attention_residual.mix_norm", "reference", preference=0, device="any", composed=True)
 def mix_norm(
     partial: torch.Tensor,
     bank: torch.Tensor,
@@ -72,7 +72,7 @@ def mix_norm(
     return rms_norm(mix(partial, bank, key_weight, eps), norm_weight, norm_eps)
 
 
-@registry.register("attention_residual.merge_norm", "reference", preference=0, device="any")
+@registry.register("attention_residual.merge_norm", "reference", preference=0, device="any", composed=True)
 def merge_norm(
     partial: torch.Tensor,
     acc: torch.Tensor,

@@ -21,8 +21,8 @@ registry.load()
 EPS = 1e-5
 OURS = [
     *("acceptance.chain", "activation.gated", "activation.gated_int8", "activation.gated_mxfp8"),
-    *("attention_residual.merge_norm", "attention_residual.merge_partial"),
-    *("attention_residual.mix", "attention_residual.mix_norm"),
+    *("attention_residual.block_prepare", "attention_residual.merge_norm"),
+    *("attention_residual.merge_partial", "attention_residual.mix", "attention_residual.mix_norm"),
     *("gated_rms_norm", "kda.commit", "kda.decode", "kda.extend", "kda.verify", "mla.paged_attention"),
     *("short_conv.commit", "short_conv.decode", "short_conv.extend", "short_conv.verify"),
 ]
@@ -54,6 +54,7 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
         "attention_residual_mix_norm": (*mixed, _random(10), EPS),
         "attention_residual_merge": merged,
         "attention_residual_merge_norm": (*merged, _random(10), EPS),
+        "attention_residual_prepare": (_random(3, 6, 10), _random(2, 10), EPS),
         "gated_rms_norm": (_random(2, 2, 5), _random(2, 10), _random(5), EPS),
         "kda_decode": (*(part[:2] for part in step), pool, two, 0.2),
         "kda_verify": (*step, pool, two, bounds, rows, *bank, two * 0, two * 0, none, 0.2, 2),
@@ -180,6 +181,35 @@ def test_merge_of_a_summary(rows: int):
         scaled_error(got, residual_reference.mix(partial.double(), bank.double(), keys[1].double(), EPS))
         < 2e-6
     )
+
+
+@pytest.mark.parametrize("rows, tokens, readers", [(1, 3, 1), (3, 5, 2), (8, 9, 33), (9, 3, 2), (17, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_summary_of_a_bank(dtype: torch.dtype, rows: int, tokens: int, readers: int):
+    """Groups of tokens that are not full, or of one; more readers than a tile has; two chunks of columns."""
+    whole = _random(rows, tokens + 2, 150).to(dtype)
+    bank, keys = whole[:, :tokens], _random(readers, 150, seed=1)
+    with recording():
+        got = residual.block_prepare(bank, keys, EPS)
+    want = residual_reference.block_prepare(bank.double(), keys.double(), EPS)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == torch.float32 and ours.shape == theirs.shape
+        assert scaled_error(ours, theirs) < 1e-5
+
+
+def test_a_summary_of_scores_far_apart():
+    """Each token's largest score sets its scale; its neighbours in the tile, whose scores differ, do not."""
+    bank, keys = _random(4, 6, 40), 300 * _random(2, 40, seed=2)
+    got, want = (form.block_prepare(bank, keys, EPS) for form in (residual, residual_reference))
+    assert scaled_error(got.maximum, want.maximum) < 1e-6
+    assert scaled_error(got.acc, want.acc) < 1e-3 and scaled_error(got.total, want.total) < 1e-3
+
+
+def test_an_empty_bank_has_the_oracles_summary():
+    got, want = (
+        f.block_prepare(_random(0, 3, 40), _random(2, 40), EPS) for f in (residual, residual_reference)
+    )
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])

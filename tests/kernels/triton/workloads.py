@@ -28,13 +28,15 @@ ANCHOR = 64
 """Tokens between states of the anchored form; the tail before a verify is at most one less."""
 PROMPT = 512
 HEADS = {"TP16": 6, "TP8": 12}
+READERS = 24
+"""Of a bank, in a block of twelve layers."""
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Workload:
     """name, ranks ("" where they make no difference), what to run, and the bytes it needs at least. held: to
-    close to that minimum. Not held, and reported: scratch between launches, a tail's keys for each tile."""
+    close to that minimum. Not held, and reported: scratch between launches, what each tile loads again."""
 
     name: str
     ranks: str
@@ -231,6 +233,18 @@ def _residual(mixed: int, merged: int) -> Iterator[Workload]:
     )
 
 
+def _prepare(tokens: int) -> Workload:
+    """The first phase, as deep in a model as it reaches."""
+    bank, keys = _random(8, tokens, HIDDEN), _random(READERS, HIDDEN, dtype=torch.float32)
+    return Workload(
+        "attention_residual.block_prepare",
+        "",
+        lambda: residual.block_prepare(bank, keys, 1e-5),
+        _count(bank, keys) + 4 * READERS * tokens * (HIDDEN + 2),
+        held=False,
+    )
+
+
 def _attention(ranks: str, length: int) -> Iterator[Workload]:
     """A decode step of two requests of so many positions, in pages one after another."""
     heads, latent, rope = HEADS[ranks], 512, 64
@@ -261,4 +275,5 @@ def workloads(requests: int | None = None) -> list[Workload]:
         *_rows(32),
         # Every core loads the key weight once: enough tokens that each has several.
         *_residual(96, 256),
+        _prepare(64),
     ]
