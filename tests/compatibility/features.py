@@ -109,6 +109,7 @@ FEATURES = (
             "tests/prefix_cache/inside/cases_events.py",
             "tests/prefix_cache/test_events.py",
             "tests/prefix_cache/test_routing.py",
+            "tests/prefix_cache/test_router_target.py",
             "tests/server/test_workers.py",
         ),
     ),
