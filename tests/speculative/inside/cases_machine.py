@@ -46,7 +46,8 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 9)
     def admit(self, length: int, seed: int, tokens: int) -> None:
         self.count += 1
-        name = f"life {self.count}"
+        # SGLang aborts every request whose name begins with the one it is told.
+        name = f"life {self.count:03d}"
         request = self.loop.admit(name, ids_of(length, seed), tokens)
         self.requests[name] = (request, (length, seed, tokens))
 
