@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import requests
-
+from sglang_k3.prefix_cache.router_target import RouterWorkers
 from sglang_k3.testing.server_process import StartFailed, free_port
 
 START_LIMIT_S = 60
@@ -34,11 +33,9 @@ class RouterProcess:
 
     def healthy(self) -> int:
         """How many workers it would send a request to; 0 while it does not answer."""
-        try:
-            workers = requests.get(f"{self.url}/workers", timeout=5).json()["workers"]
-        except requests.RequestException:
-            return 0
-        return sum(worker["is_healthy"] for worker in workers)
+        workers = RouterWorkers(self.url)
+        workers.refresh()
+        return len(workers.healthy or ())
 
     def wait(self) -> Self:
         """Until it knows every worker. Raises StartFailed."""
