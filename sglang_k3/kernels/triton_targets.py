@@ -115,6 +115,11 @@ def _is_power_of_two(value: int) -> bool:
     return value > 0 and not value & (value - 1)
 
 
+def holding(count: int) -> int:
+    """The least side of a tile that holds so many, 1 or more."""
+    return 1 << (count - 1).bit_length()
+
+
 def power_of_two(name: str, value: int) -> int:
     """The value. Raises ValueError where it is none: a Triton tile's side has to be one."""
     if not _is_power_of_two(value):

@@ -7,7 +7,7 @@ import torch
 from sglang_k3.kernels.acceptance import reference
 from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, refusal, start
 
 _ROWS = 16
 
@@ -30,7 +30,7 @@ def chain(candidates: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
             items,
             rows,
             D=width,
-            BD=1 << max(width - 1, 1).bit_length(),
+            BD=holding(max(width, 2)),
             BR=_ROWS,
         )
     return counts

@@ -9,7 +9,7 @@ import torch
 from sglang_k3.kernels.ascend import DEVICE, mx_refusal
 from sglang_k3.kernels.mx.reference import BLOCK as MX_BLOCK
 from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, refusal, start
 
 _BLOCK = 1024
 _WIDEST = 4096
@@ -97,7 +97,7 @@ def gated_int8(
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     if items := len(codes):
         numbers, constants = _arguments(gate_up, beta, linear_beta, items)
-        tile = 1 << (codes.shape[1] - 1).bit_length()
+        tile = holding(codes.shape[1])
         start(kernels.gated_int8, items)(gate_up, codes, scales, *numbers, BW=tile, **constants)
     return codes, scales
 

@@ -7,7 +7,7 @@ import torch
 from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.attention_residual.summary import Summary
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, refusal, start
 
 _COLUMNS = 128
 _GROUP = 4
@@ -16,11 +16,6 @@ _SHORTEST, _TALLEST = 16, 32
 """Rows of a tile: the side of a cube unit's product at least, and no more where a token alone has no more."""
 _MIXES = 32
 """Kimi K3's blocks have 24 readers."""
-
-
-def _power(count: int) -> int:
-    """The tile that holds so many."""
-    return 1 << (count - 1).bit_length()
 
 
 def _mix(
@@ -50,7 +45,7 @@ def _mix(
             rows,
             bank.stride(0),
             D=width,
-            BD=_power(width),
+            BD=holding(width),
             NORM=norm_weight is not None,
         )
     return out
@@ -84,7 +79,7 @@ def _merge(
             norm_eps,
             tokens,
             D=width,
-            BD=_power(width),
+            BD=holding(width),
             NORM=norm_weight is not None,
         )
     return out
@@ -153,7 +148,7 @@ def _prepare(
     if not rows:
         return acc.zero_(), maximum.fill_(float("-inf")), total.zero_()
     bank = bank if bank.stride()[1:] == (width, 1) else bank.contiguous()
-    depth = _power(rows)
+    depth = holding(rows)
     group = max(1, min(_GROUP, _TALLEST // depth))
     if items := -(-tokens // group) * -(-mixes // _MIXES):
         start(kernels.block_prepare, items, cube=True)(

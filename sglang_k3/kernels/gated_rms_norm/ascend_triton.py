@@ -6,7 +6,7 @@ import torch
 
 from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal, start
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, refusal, start
 
 _ROWS = 16
 """Heads' rows an item: as many as still leave work for every core at 16 requests of 6 heads and 8 rows."""
@@ -31,7 +31,7 @@ def gated_rms_norm(o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
             items,
             rows,
             V=width,
-            BV=1 << (width - 1).bit_length(),
+            BV=holding(width),
             BR=_ROWS,
         )
     return out

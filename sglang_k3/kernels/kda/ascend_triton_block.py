@@ -7,7 +7,7 @@ import torch
 from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.kda.ascend_triton import launch_verify
 from sglang_k3.kernels.registry import register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, refusal
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, refusal
 
 _HALF = 8
 """Rows of a draft in a cube unit's 16, the other half of which are their queries."""
@@ -15,7 +15,7 @@ _HALF = 8
 
 def _at_least(least: int, rows: int) -> int:
     """The power of two that holds so many rows."""
-    return max(least, 1 << (rows - 1).bit_length())
+    return max(least, holding(rows))
 
 
 @register("kda.verify", f"{NAME}, products", preference=PREFERENCE - 1, device=DEVICE, supports=refusal)

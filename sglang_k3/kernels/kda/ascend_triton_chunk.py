@@ -11,7 +11,7 @@ from sglang_k3.kernels.ascend import DEVICE
 from sglang_k3.kernels.kda.ascend_chunk import Plan
 from sglang_k3.kernels.kda.ascend_triton import packed_rows, require_packed
 from sglang_k3.kernels.registry import Call, register
-from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, power_of_two, programs, start
+from sglang_k3.kernels.triton_targets import NAME, PREFERENCE, holding, power_of_two, programs, start
 
 CHUNK, _BLOCK = 64, 16
 _LEAST_GATE = -8
@@ -65,7 +65,7 @@ def chunks(
 
 def _value_rows(value_dim: int, states: int) -> int:
     """Rows of V a tile: all of a head's, or fewer where cores stayed idle. Each tile reads a chunk's keys."""
-    rows = 1 << (value_dim - 1).bit_length()
+    rows = holding(value_dim)
     while rows > 32 and states * -(-value_dim // rows) < programs(1 << 20, cube=True)[0]:
         rows //= 2
     return rows
@@ -150,7 +150,7 @@ def extend_chunks(
         H=heads,
         K=key_dim,
         V=value_dim,
-        BV=1 << (value_dim - 1).bit_length(),
+        BV=holding(value_dim),
         BT=CHUNK,
         LEVELS=CHUNK.bit_length() - 1,
     )
