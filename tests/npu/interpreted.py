@@ -38,12 +38,11 @@ def _fill_gaps() -> None:
 
 def chosen() -> dict[str, set[str]]:
     """What was chosen on the NPU so far: names by operator."""
-    from sglang_k3.kernels import registry
+    from tests.npu import table
 
     names: dict[str, set[str]] = {}
-    for key, (choice, _) in registry._choices.items():
-        if key[1] == "npu":
-            names.setdefault(key[0], set()).add(choice.name)
+    for operator, name in table.chosen():
+        names.setdefault(operator, set()).add(name)
     return names
 
 

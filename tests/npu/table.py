@@ -93,6 +93,16 @@ CHECKED = {
 }
 
 
+def chosen() -> set[tuple[str, str]]:
+    """(operator, name) of what this process chose on the NPU and runs. Where a choice is composed, its caller
+    runs the parts instead, each chosen for itself (registry.choose_fused)."""
+    return {
+        (key[0], choice.name)
+        for key, (choice, _) in registry._choices.items()
+        if key[1] == DEVICE and not choice.composed
+    }
+
+
 def rows() -> list[tuple[str, ...]]:
     found = []
     for operator in registry.operators():
